@@ -50,3 +50,13 @@ class Side(str, enum.Enum):
 
 DisaggregationMode = Side
 """The name that schedulers know."""
+
+
+class KVPoll(enum.IntEnum):
+    """The state of a room as schedulers see it; ranks agree on a room by MIN."""
+
+    Failed = 0
+    Bootstrapping = 1
+    WaitingForInput = 2
+    Transferring = 3
+    Success = 4

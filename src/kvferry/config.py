@@ -1,0 +1,161 @@
+"""Settings: defaults, environment variables KVFERRY_*, keyword overrides; each effective value with its source.
+
+An unknown key, or an unknown variable with our prefix, is an error that names the nearest known one: a mistyped
+time-out that is silently ignored is found only when it was needed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import ConfigError
+
+PREFIX = "KVFERRY_"
+RESERVED = frozenset({"KVFERRY_ENGINE", "KVFERRY_SECRET"})
+"""Variables with our prefix that are read elsewhere."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of a node. Times in seconds, sizes in bytes.
+
+    Attributes:
+        bind_host: address to listen on, for the control and the data plane.
+        advertise_host: address that peers are told; "" means bind_host.
+        control_ports: "0" (the system chooses), "5000" or "5000-5099": ports of the control plane.
+        data_ports: the same for engines with sockets of their own.
+        insecure: allow a non-loopback bind although the control plane has no keys yet.
+        tick_s: how often snapshots that are not acknowledged are repeated.
+        heartbeat_s: interval of the connection's heartbeats.
+        heartbeat_timeout_s: silence after which a peer counts as lost.
+        bootstrap_timeout_s: decode side: time until every source has accepted the claim.
+        claim_timeout_s: prefill side: time until every expected claim has come.
+        stall_s: time without a byte landed, while writes are out and the peer is alive.
+        drain_limit_s: time after a failure until pages that are not proven quiet are quarantined.
+        hold_limit_s: decode side: longest wait for sources that are alive and queued; 0 means no limit.
+        batch_rows: most rows of one batch.
+        batch_bytes: most bytes of one batch.
+        batches_in_flight: batches of one peer that the mover keeps submitted.
+        register_s: how often the bootstrap entry is renewed.
+        engine_options: comma separated name=value pairs for the engine.
+    """
+
+    bind_host: str = "127.0.0.1"
+    advertise_host: str = ""
+    control_ports: str = "0"
+    data_ports: str = "0"
+    insecure: bool = False
+    tick_s: float = 0.1
+    heartbeat_s: float = 1.0
+    heartbeat_timeout_s: float = 5.0
+    bootstrap_timeout_s: float = 30.0
+    claim_timeout_s: float = 30.0
+    stall_s: float = 10.0
+    drain_limit_s: float = 30.0
+    hold_limit_s: float = 0.0
+    batch_rows: int = 16384
+    batch_bytes: int = 8 << 20
+    batches_in_flight: int = 4
+    register_s: float = 5.0
+    engine_options: str = ""
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"setting {name} = {getattr(self, name)!r} must be above 0")
+        if self.hold_limit_s < 0:
+            raise ConfigError(f"setting hold_limit_s = {self.hold_limit_s!r} must not be negative")
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"heartbeat_timeout_s = {self.heartbeat_timeout_s} is below twice heartbeat_s = {self.heartbeat_s}",
+                hint="one late heartbeat would count as a lost peer",
+            )
+        port_range(self.control_ports, "control_ports")
+        port_range(self.data_ports, "data_ports")
+        self.options()
+
+    def options(self) -> dict[str, str]:
+        """engine_options as a dictionary."""
+        pairs = [pair.strip() for pair in self.engine_options.split(",") if pair.strip()]
+        for pair in pairs:
+            if "=" not in pair:
+                raise ConfigError(f"engine_options: {pair!r} is not name=value")
+        return {name.strip(): value.strip() for name, _, value in (pair.partition("=") for pair in pairs)}
+
+    @property
+    def advertised(self) -> str:
+        """The address that peers are told."""
+        return self.advertise_host or self.bind_host
+
+
+_POSITIVE = (
+    "tick_s", "heartbeat_s", "heartbeat_timeout_s", "bootstrap_timeout_s", "claim_timeout_s", "stall_s",
+    "drain_limit_s", "batch_rows", "batch_bytes", "batches_in_flight", "register_s",
+)
+
+
+def port_range(text: str, name: str) -> tuple[int, int]:
+    """Parse "0", "5000" or "5000-5099" into (first, last).
+
+    Raises:
+        ConfigError: it is none of these, or a port is outside 0..65535.
+    """
+    first, _, last = text.partition("-")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        raise ConfigError(f"{name}: {text!r} is neither a port nor a range", hint='e.g. "5000-5099"') from None
+    if not 0 <= low <= high <= 65535:
+        raise ConfigError(f"{name}: {text!r} is not a range within 0..65535")
+    return low, high
+
+
+def load(environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
+    """Defaults, then KVFERRY_* variables of `environ`, then keyword overrides.
+
+    Args:
+        environ: usually os.environ; None reads no variable.
+        overrides: settings by name.
+
+    Raises:
+        ConfigError: an unknown name, or a value of the wrong type or range; it names where the value came from.
+    """
+    values: dict[str, Any] = {}
+    for variable, text in (environ or {}).items():
+        if variable.startswith(PREFIX) and variable not in RESERVED:
+            name = variable[len(PREFIX) :].lower()
+            values[name] = _convert(_known(name, variable), text, f"environment variable {variable}")
+    for name, value in overrides.items():
+        values[name] = _convert(_known(name, name), value, f"setting {name}")
+    return Config(**values)
+
+
+def explain(config: Config, environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Each setting's effective value and where it came from: "default", a variable's name or "argument"."""
+    result: dict[str, tuple[Any, str]] = {}
+    for field in msgspec.structs.fields(Config):
+        value, variable = getattr(config, field.name), PREFIX + field.name.upper()
+        source = "default" if value == field.default else "argument"
+        if variable in environ and _convert(field, environ[variable], variable) == value:
+            source = variable
+        result[field.name] = (value, source)
+    return result
+
+
+def _known(name: str, shown: str) -> msgspec.structs.FieldInfo:
+    fields = {field.name: field for field in msgspec.structs.fields(Config)}
+    if name not in fields:
+        near = difflib.get_close_matches(name, fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else "known settings: " + ", ".join(sorted(fields))
+        raise ConfigError(f"unknown setting {shown}", hint=hint)
+    return fields[name]
+
+
+def _convert(field: msgspec.structs.FieldInfo, value: Any, shown: str) -> Any:
+    try:
+        return msgspec.convert(value, field.type, strict=False)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{shown} = {value!r} is not of type {field.type.__name__}") from None

@@ -1,0 +1,577 @@
+"""The book: all room state of one process. Events and time in, effects out; no I/O, no clock, no thread.
+
+Five maps: offers, claims, room -> live offer (and claim), links by (peer, claim), tombstones by room. Nothing here
+has a timer of its own: everything that expires is looked at by `on_tick(now)`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+from kvferry.errors import Code, Reason, RoomInUse
+from kvferry.ids import PeerId
+from kvferry.proto import rules
+from kvferry.proto.claim import Claim, SourceView
+from kvferry.proto.effects import (
+    Changed,
+    Chunk,
+    ClaimFacts,
+    Effect,
+    Fence,
+    Forget,
+    Kind,
+    OfferFacts,
+    RouteSize,
+    Send,
+    Source,
+    Times,
+    Where,
+)
+from kvferry.proto.offer import Link, Offer
+from kvferry.proto.peer import Peer
+from kvferry.proto.rules import (
+    CLAIM,
+    OFFER,
+    PEER,
+    ClaimEvent,
+    OfferEvent,
+    OfferState,
+    PeerEvent,
+    PeerState,
+    fire,
+)
+from kvferry.wire import InfoPhase, Tick, TransferInfo, TransferStatus
+
+
+class Tombstone(NamedTuple):
+    """Why a room failed, for claims of it that come later."""
+
+    reason: Reason
+    tag: int
+    peers: frozenset[PeerId]
+    expires_at: float
+
+
+class Book:
+    """All rooms of one process.
+
+    Every method takes `now` (seconds, monotonic) and may add effects; `take_effects` hands them over, in order.
+    """
+
+    def __init__(self, times: Times, where: Where) -> None:
+        self.times = times
+        self.where = where
+        self.now = 0.0
+        self.offers: dict[int, Offer] = {}
+        self.claims: dict[int, Claim] = {}
+        self.offer_of: dict[int, int] = {}
+        self.claim_of: dict[int, int] = {}
+        self.links: dict[tuple[PeerId, int], Link] = {}
+        self.parked: defaultdict[int, list[Link]] = defaultdict(list)
+        self.tombstones: dict[int, Tombstone] = {}
+        self.peers: dict[PeerId, Peer] = {}
+        self.jobs: dict[int, Link] = {}
+        self.stale: list[Link | SourceView] = []
+        self.counts: Counter[str] = Counter()
+        self.effects: list[Effect] = []
+        self.emit = self.effects.append
+        self._next = {"offer": 1, "claim": 1, "job": 1}
+        self._closing: Reason | None = None
+
+    # -- schedulers: the sender's room
+
+    def offer(self, now: float, room: int) -> int:
+        """Open an offer; returns its number. Raises RoomInUse."""
+        self.now = now
+        self._refuse_twice(room, self.offer_of, "sender")
+        offer = Offer(self, self._number("offer"), room)
+        self.offers[offer.id] = offer
+        self.offer_of[room] = offer.id
+        for link in self.parked.pop(room, []):
+            self._try_join(offer, link)
+        if self._closing:
+            offer.failing(self._closing)
+        return self._done(offer)
+
+    def init_offer(self, now: float, number: int, facts: OfferFacts) -> None:
+        """Say how much the offer will send."""
+        self._offer_event(now, number, OfferEvent.INIT, facts)
+
+    def send(self, now: float, number: int, chunk: Chunk, *, ready: bool = True, aux: bytes = b"") -> None:
+        """Hand over one chunk; `aux` travels with the last one."""
+        self._offer_event(now, number, OfferEvent.SEND, chunk, ready, aux)
+
+    def chunk_ready(self, now: float, number: int, chunk: int) -> None:
+        """The chunk's data is there (its `after` event has happened)."""
+        self.now = now
+        offer = self.offers.get(number)
+        if offer is not None:
+            offer.not_ready.discard(chunk)
+            offer.pump()
+            self._done(offer)
+
+    # -- schedulers: the receiver's room
+
+    def claim(self, now: float, room: int, *, tag: int = 0, trace: str = "") -> int:
+        """Open a claim; returns its number. Raises RoomInUse."""
+        self.now = now
+        self._refuse_twice(room, self.claim_of, "receiver")
+        claim = Claim(self, self._number("claim"), room, tag, trace)
+        self.claims[claim.id] = claim
+        self.claim_of[room] = claim.id
+        if self._closing:
+            claim.failing(self._closing)
+        return self._done(claim)
+
+    def resolved(self, now: float, number: int, sources: list[Source]) -> None:
+        """The claim's sources are known, and READY."""
+        self.now = now
+        claim = self.claims.get(number)
+        if claim is None or claim.state is not rules.ClaimState.RESOLVING:
+            return
+        lost = [source.peer for source in sources if not self._ready(source.peer)]
+        if lost:
+            cause = f"the connection to {lost[0]} was lost before the room began"
+            claim.failing(self.where.reason(Code.PEER_LOST, cause, peer=str(lost[0]), stage="handshake"))
+        else:
+            claim.resolved(sources)
+            for source in sources:
+                self.peers[source.peer].expect_memory()
+            claim.consider()
+        self._done(claim)
+
+    def metadata(self, now: float, number: int, facts: ClaimFacts) -> None:
+        """The claim's pages are known."""
+        self.now = now
+        claim = self.claims.get(number)
+        if claim is None:
+            return
+        self._late(fire(CLAIM, claim, ClaimEvent.METADATA, facts))
+        claim.consider()
+        self._done(claim)
+
+    # -- schedulers: either room
+
+    def fail(self, now: float, kind: Kind, number: int, reason: Reason) -> None:
+        """End a room from this side: an abort, or what the shell found out."""
+        self.now = now
+        thing = self._of(kind).get(number)
+        if thing is not None:
+            thing.failing(reason)
+            self._done(thing)
+
+    def clear(self, now: float, kind: Kind, number: int) -> None:
+        """The caller's object is gone; the room number may be used again."""
+        self.now = now
+        thing = self._of(kind).get(number)
+        if thing is None or thing.cleared:
+            return
+        thing.cleared = True
+        rooms = self.offer_of if kind is Kind.OFFER else self.claim_of
+        if rooms.get(thing.room) == number:
+            del rooms[thing.room]
+        if thing.state not in rules.SETTLED:
+            thing.failing(self.where.reason(Code.ABORTED, self._cleared_cause(thing), stage="clear"))
+        self._done(thing)
+
+    def operator_release(self, now: float, kind: Kind, number: int) -> None:
+        """An operator vouches that nothing of this room can land any more."""
+        self.now = now
+        thing = self._of(kind).get(number)
+        if isinstance(thing, Offer):
+            for link in thing.links:
+                for job in list(link.jobs):
+                    self._end(thing, link, job)
+        elif isinstance(thing, Claim):
+            for view in thing.views.values():
+                view.quiet_seen = True
+        if thing is not None:
+            thing.consider()
+            self._done(thing)
+
+    def shutdown(self, now: float, reason: Reason) -> None:
+        """Fail every live room and refuse new ones."""
+        self.now, self._closing = now, reason
+        for thing in self._live():
+            thing.failing(reason)
+        self._flush()
+
+    # -- peers
+
+    def peer_ready(self, now: float, peer: PeerId, size: RouteSize) -> None:
+        """Both sides have registered. Lower epochs of the same process are lost by that."""
+        self.now = now
+        for other in list(self.peers.values()):
+            if other.id.incarnation == peer.incarnation and other.id.epoch < peer.epoch:
+                cause = f"{peer} replaced {other.id}"
+                self.peer_lost(now, other.id, self.where.reason(Code.PEER_LOST, cause, peer=str(other.id)))
+        record = self.peers.setdefault(peer, Peer(peer, size))
+        if record.state is PeerState.SHAKING:
+            fire(PEER, record, PeerEvent.REGISTERED)
+        self._flush()
+
+    def peer_lost(self, now: float, peer: PeerId, reason: Reason) -> None:
+        """The connection is gone. Suspicion: the rooms fail, nothing is released by it."""
+        self.now = now
+        record = self.peers.get(peer)
+        if record is None or not fire(PEER, record, PeerEvent.LOSE):
+            return
+        for link in [link for link in self.links.values() if link.peer == peer]:
+            if link.offer is not None and link.offer.state in rules.LIVE_OFFERS:
+                link.offer.failing(reason)
+        views = [self.claims[number].views[peer] for number in sorted(record.claims)]
+        for view in views:
+            view.claim.failing(reason)
+        if any(not view.quiet for view in views) and not record.fenced:
+            record.fenced = True
+            self.emit(Fence(peer, None))
+        for view in views:
+            view.claim.consider()
+        self._flush()
+
+    def peer_gone(self, now: float, peer: PeerId) -> None:
+        """It is proven that nothing of a lost peer can land any more."""
+        self.now = now
+        record = self.peers.get(peer)
+        if record is None or not fire(PEER, record, PeerEvent.PROVE_GONE):
+            return
+        for number in sorted(record.claims):
+            self.claims[number].consider()
+        self._flush()
+
+    def fence_done(self, now: float, peer: PeerId, number: int | None) -> None:
+        """The proof that a Fence asked for."""
+        if number is None:
+            self.peer_gone(now, peer)
+            return
+        self.now = now
+        claim = self.claims.get(number)
+        if claim is not None and peer in claim.views:
+            claim.views[peer].quiet_seen = True
+            claim.consider()
+            self._done(claim)
+
+    # -- messages
+
+    def receive(self, now: float, peer: PeerId, message: TransferInfo | TransferStatus | Tick) -> None:
+        """A room message of a peer."""
+        self.now = now
+        record = self.peers.get(peer)
+        if record is None or not record.may_speak:
+            self.counts["foreign"] += 1
+        elif isinstance(message, TransferInfo):
+            self._on_info(record, message)
+        elif isinstance(message, TransferStatus):
+            self._on_status(record, message)
+        else:
+            self._on_tick(record, message)
+        self._flush()
+
+    def _on_info(self, record: Peer, info: TransferInfo) -> None:
+        key = (record.id, info.claim)
+        link = self.links.get(key)
+        if info.claim < record.low_claim:
+            self.counts["late"] += 1
+            return
+        if link is None:
+            if info.phase is InfoPhase.CLOSED and not rules.REMEMBER_CLOSED:
+                return
+            link = self.links[key] = Link(self, record.id, info)
+        if not link.talk.hear(info.rev, info.ack, info.want_ack):
+            return
+        if link.info.phase is InfoPhase.OPEN and info.phase is not InfoPhase.CLOSED:
+            link.info = info  # once pages were named they stay: writes go by what was checked then
+        self._follow(link, info)
+
+    def _follow(self, link: Link, info: TransferInfo) -> None:
+        """Act on a newer snapshot of a claim."""
+        if link.refused:
+            return
+        if info.phase is InfoPhase.CLOSED:
+            self._closed(link, info)
+        elif link.offer is not None:
+            if link.offer.state in rules.LIVE_OFFERS and link.offer.check(link):
+                link.offer.pump()
+                link.offer.consider()
+        else:
+            self._find_offer(link)
+
+    def _closed(self, link: Link, info: TransferInfo) -> None:
+        if link.offer is None:
+            self._unpark(link)
+            if rules.REMEMBER_CLOSED:
+                link.refuse(info.reason or self.where.reason(Code.ABORTED, "the claim was closed"))
+                link.refused = True
+        elif not info.success:
+            link.offer.failing(info.reason or self.where.reason(Code.ABORTED, "the claim was closed"))
+
+    def _find_offer(self, link: Link) -> None:
+        offer = self.offers.get(self.offer_of.get(link.info.room, 0))
+        tomb = self.tombstones.get(link.info.room)
+        if offer is not None and offer.state in rules.LIVE_OFFERS:
+            self._try_join(offer, link)
+        elif tomb is not None and link.peer not in tomb.peers and not _tags_differ(tomb.tag, link.info.tag):
+            link.refuse(tomb.reason)
+        elif link in self.parked[link.info.room]:
+            return
+        elif self.counts[f"parked {link.peer}"] >= rules.PARKED_PER_PEER:
+            cause = f"{rules.PARKED_PER_PEER} claims of this peer wait for offers already"
+            link.refuse(self.where.reason(Code.REFUSED, cause, peer=str(link.peer)))
+        else:
+            self.parked[link.info.room].append(link)
+            self.counts[f"parked {link.peer}"] += 1
+
+    def _try_join(self, offer: Offer, link: Link) -> None:
+        self._unpark(link)
+        if any(other.peer == link.peer for other in offer.links):
+            cause = "an earlier claim of the same process is in this offer already"
+            link.refuse(self.where.reason(Code.REFUSED, cause, peer=str(link.peer)))
+            return
+        if not (offer.tag and link.info.tag):
+            self.counts["untagged"] += 1
+        self._late(fire(OFFER, offer, OfferEvent.JOIN, link))
+        offer.consider()
+
+    def _on_status(self, record: Peer, status: TransferStatus) -> None:
+        claim = self.claims.get(status.claim)
+        view = claim.views.get(record.id) if claim else None
+        if claim is None or view is None:
+            self.counts["late"] += 1
+            return
+        if not view.talk.hear(status.rev, status.ack, status.want_ack):
+            return
+        self._late(fire(CLAIM, claim, ClaimEvent.STATUS, view, status))
+        claim.consider()
+        self._forget_claim(claim)
+
+    def _on_tick(self, record: Peer, tick: Tick) -> None:
+        if not record.hear(tick):
+            return
+        for other in list(self.peers.values()):
+            if other.id.incarnation == record.id.incarnation and other.id.epoch < tick.quiet_below:
+                self.peer_gone(self.now, other.id)
+        self._forget_links(record)
+
+    # -- the engine
+
+    def job_progress(self, now: float, job: int) -> None:
+        """Some bytes of the job have landed."""
+        self.now = now
+        if job in self.jobs:
+            self.jobs[job].moved_at = now
+
+    def job_landed(self, now: float, job: int, nbytes: int) -> None:
+        """All of the job has landed."""
+        self._job(now, job, nbytes, landed=True)
+
+    def job_quiet(self, now: float, job: int) -> None:
+        """The job ended earlier without a proof; now nothing of it can land any more."""
+        self._job(now, job, 0, landed=False)
+
+    def job_failed(self, now: float, job: int, cause: str, *, quiet: bool) -> None:
+        """The job failed; `quiet`: nothing of it can land any more."""
+        self.now = now
+        link = self.jobs.get(job)
+        if link is None or link.offer is None:
+            return
+        if link.offer.state in rules.LIVE_OFFERS:
+            reason = self.where.reason(Code.WRITE_FAILED, cause, peer=str(link.peer), stage="transfer")
+            link.offer.failing(reason)
+        if quiet:
+            self._job(now, job, 0, landed=False)
+        self._flush()
+
+    def _job(self, now: float, job: int, nbytes: int, *, landed: bool) -> None:
+        self.now = now
+        link = self.jobs.get(job)
+        if link is None or link.offer is None:
+            return
+        offer = link.offer
+        self._end(offer, link, job, nbytes, landed)
+        offer.consider()
+        self._done(offer)
+
+    def _end(self, offer: Offer, link: Link, job: int, nbytes: int = 0, landed: bool = False) -> None:
+        self._late(fire(OFFER, offer, OfferEvent.LAND, link, job, nbytes, landed))
+
+    # -- time
+
+    def on_tick(self, now: float) -> None:
+        """Repeat what is not acknowledged, look at deadlines, forget what is over."""
+        self.now = now
+        for thing in [*self.offers.values(), *self.claims.values()]:
+            if thing.state not in rules.SETTLED:
+                thing.deadlines(now)
+                thing.consider()
+        for end in [*self.links.values(), *self._views()]:
+            if end.talk.due(now) and end.talk.rev:
+                self._say(end)
+        self.tombstones = {room: tomb for room, tomb in self.tombstones.items() if now < tomb.expires_at}
+        for peer in list(self.peers.values()):
+            tick = peer.tick(self, now)
+            if tick is not None:
+                self.emit(Send(peer.id, tick))
+            self._forget_links(peer)
+            self._forget_peer(peer)
+        for claim in list(self.claims.values()):
+            self._forget_claim(claim)
+        for offer in list(self.offers.values()):
+            self._forget_offer(offer)
+        self._flush()
+
+    def take_effects(self) -> list[Effect]:
+        """The effects since the last call, in order."""
+        effects = self.effects[:]
+        self.effects.clear()
+        return effects
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is remembered but peers that are READY."""
+        return not (self.offers or self.claims or self.links or self.jobs)
+
+    # -- what peers are told
+
+    def low_claim(self, peer: Peer) -> int:
+        """Every claim below this number is over as far as the peer is concerned."""
+        unresolved = (claim.id for claim in self.claims.values() if claim.state is rules.ClaimState.RESOLVING)
+        return min([self._next["claim"], *peer.claims, *unresolved])
+
+    def remembered(self, peer: Peer) -> int:
+        """How many of the peer's claims are remembered here."""
+        return sum(link.peer == peer.id for link in self.links.values())
+
+    def quiet_below(self, peer: Peer) -> int:
+        """Nothing of this process's writes over links of the peer's process with a lower epoch can land any more."""
+        busy = [link.peer.epoch for link in self.jobs.values() if link.peer.incarnation == peer.id.incarnation]
+        return min([peer.id.epoch, *busy])
+
+    def unproven_before(self, peer: Peer) -> bool:
+        """Whether pages wait for a proof about an earlier epoch of the peer's process."""
+        return any(
+            other.id.incarnation == peer.id.incarnation and other.state is PeerState.LOST and other.claims
+            for other in self.peers.values()
+        )
+
+    # -- for offers and claims
+
+    def new_job(self, link: Link) -> int:
+        """Number a job of a link."""
+        job = self._number("job")
+        self.jobs[job] = link
+        return job
+
+    def end_job(self, job: int) -> None:
+        """The job is over."""
+        del self.jobs[job]
+
+    def bury(self, offer: Offer) -> None:
+        """Remember why a room failed, for claims of it that are still to come."""
+        assert offer.reason is not None
+        if not offer.links or len(offer.links) < offer.fan_in:
+            peers = frozenset(link.peer for link in offer.links)
+            expires_at = self.now + self.times.claim_timeout_s
+            self.tombstones[offer.room] = Tombstone(offer.reason, offer.tag, peers, expires_at)
+
+    # -- helpers
+
+    def _offer_event(self, now: float, number: int, event: OfferEvent, *args: Any) -> None:
+        self.now = now
+        offer = self.offers.get(number)
+        if offer is not None:
+            self._late(fire(OFFER, offer, event, *args))
+            offer.consider()
+            self._done(offer)
+
+    def _refuse_twice(self, room: int, rooms: dict[int, int], what: str) -> None:
+        if room in rooms:
+            raise RoomInUse(
+                f"room {room} has a {what} on this rank already ({self.where.side} {self.where.rank})",
+                hint=f"clear() the earlier {what} first, or use another room number",
+            )
+
+    def _cleared_cause(self, thing: Offer | Claim) -> str:
+        if isinstance(thing, Offer) and thing.facts is not None and thing.state is not OfferState.DRAINING:
+            sent = sum(len(chunk.pages.get("kv", b"")) // 4 for chunk in thing.chunks)
+            return f"the sender was cleared before it was done: {sent} of {thing.facts.num_pages} pages sent"
+        return "cleared before it was done"
+
+    def _of(self, kind: Kind) -> dict[int, Any]:
+        return self.offers if kind is Kind.OFFER else self.claims
+
+    def _live(self) -> list[Offer | Claim]:
+        live = rules.LIVE_OFFERS | rules.LIVE_CLAIMS
+        return [thing for thing in [*self.offers.values(), *self.claims.values()] if thing.state in live]
+
+    def _views(self) -> list[SourceView]:
+        return [view for claim in self.claims.values() for view in claim.views.values()]
+
+    def _ready(self, peer: PeerId) -> bool:
+        record = self.peers.get(peer)
+        return record is not None and record.state is PeerState.READY
+
+    def _late(self, taken: bool) -> None:
+        if not taken:
+            self.counts["late"] += 1
+
+    def _number(self, what: str) -> int:
+        self._next[what] += 1
+        return self._next[what] - 1
+
+    def _unpark(self, link: Link) -> None:
+        parked = self.parked.get(link.info.room, [])
+        if link in parked:
+            parked.remove(link)
+        if not parked:
+            self.parked.pop(link.info.room, None)
+
+    def _done(self, thing: Offer | Claim) -> int:
+        kind = Kind.OFFER if isinstance(thing, Offer) else Kind.CLAIM
+        self.emit(Changed(kind, thing.id))
+        self._flush()
+        return thing.id
+
+    def _flush(self) -> None:
+        stale, self.stale = self.stale, []
+        for end in stale:
+            if end.talk.changed:
+                self._say(end)
+
+    def _say(self, end: Link | SourceView) -> None:
+        end.talk.sent(self.now, self.times.tick_s)
+        if self._ready(end.peer):
+            self.emit(Send(end.peer, end.message()))
+
+    def _forget_links(self, peer: Peer) -> None:
+        lost = peer.state in {PeerState.LOST, PeerState.GONE}
+        for key, link in list(self.links.items()):
+            if link.peer != peer.id or link.jobs or (link.offer and link.offer.state in rules.LIVE_OFFERS):
+                continue
+            over = link.info.claim < peer.low_claim or (rules.PRUNE_UNACKED and link.over)
+            if lost or over:
+                self._unpark(link)
+                del self.links[key]
+
+    def _forget_peer(self, peer: Peer) -> None:
+        gone = peer.state in {PeerState.LOST, PeerState.GONE}
+        if gone and not peer.claims and not self.remembered(peer):
+            del self.peers[peer.id]
+
+    def _forget_claim(self, claim: Claim) -> None:
+        if claim.cleared and claim.state in rules.SETTLED and all(view.settled for view in claim.views.values()):
+            for peer in claim.views:
+                if peer in self.peers:
+                    self.peers[peer].claims.discard(claim.id)
+            self.claims.pop(claim.id, None)
+            self.emit(Forget(Kind.CLAIM, claim.id))
+
+    def _forget_offer(self, offer: Offer) -> None:
+        remembered = any(self.links.get((link.peer, link.info.claim)) is link for link in offer.links)
+        if offer.cleared and offer.state in rules.SETTLED and not remembered:
+            del self.offers[offer.id]
+            self.emit(Forget(Kind.OFFER, offer.id))
+
+
+def _tags_differ(one: int, other: int) -> bool:
+    return bool(one and other and one != other)

@@ -1,0 +1,277 @@
+"""The receiver's room: a claim, and a view of each source that it hears from.
+
+The methods named in rules.CLAIM are that table's actions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvferry.errors import Code, Reason
+from kvferry.ids import KVPoll, PeerId
+from kvferry.proto import rules
+from kvferry.proto.dialogue import Dialogue
+from kvferry.proto.effects import Changed, ClaimFacts, Expose, Fence, Kind, Release, Revoke, Source, WriteAux
+from kvferry.proto.rules import CLAIM, ClaimEvent, ClaimState, PeerState, fire
+from kvferry.wire import InfoPhase, StatusPhase, TransferInfo, TransferStatus
+
+if TYPE_CHECKING:
+    from kvferry.proto.book import Book
+
+
+class SourceView:
+    """What a claim knows of one source."""
+
+    def __init__(self, claim: Claim, source: Source) -> None:
+        self.claim = claim
+        self.source = source
+        self.talk = Dialogue()
+        self.status: TransferStatus | None = None
+        self.expected_bytes: int | None = None
+        self.exposed = False
+        self.quiet_seen = False
+        self.moved_at = 0.0
+
+    @property
+    def peer(self) -> PeerId:
+        """The source."""
+        return self.source.peer
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing of this source can land in the claim's pages."""
+        return not self.exposed or self.quiet_seen or self._peer_state in rules.PROVES_QUIET
+
+    @property
+    def settled(self) -> bool:
+        """The source has seen the last snapshot, or can't any more."""
+        return self.talk.settled or self._peer_state is not PeerState.READY
+
+    @property
+    def _peer_state(self) -> PeerState:
+        record = self.claim.book.peers.get(self.peer)
+        return record.state if record else PeerState.GONE
+
+    def merge(self, status: TransferStatus) -> None:
+        """Take a newer status; what was proven once stays proven."""
+        if status.quiet and status.phase in rules.QUIET_COUNTS_IN:
+            self.quiet_seen = True
+        before = self.status
+        if before is None or before.bytes_landed != status.bytes_landed or before.phase != status.phase:
+            self.moved_at = self.claim.book.now
+        self.status = status
+
+    def message(self) -> TransferInfo:
+        """The snapshot."""
+        claim, facts = self.claim, self.claim.facts
+        info = TransferInfo(
+            room=claim.room, tag=claim.tag, claim=claim.id, rev=self.talk.rev, ack=self.talk.seen,
+            want_ack=not self.talk.settled, phase=claim.phase, fan_in=self.source.fan_in,
+            elected=self.source.elected, success=claim.state is ClaimState.SUCCESS,
+            reason=claim.reason if claim.phase is InfoPhase.CLOSED else None, trace=claim.trace,
+        )  # fmt: skip
+        if claim.phase is not InfoPhase.PAGES or facts is None:
+            return info
+        return _with_pages(info, facts, self.expected_bytes)
+
+    def publish(self) -> None:
+        """What the source sees has changed."""
+        self.talk.publish()
+        self.claim.book.stale.append(self)
+
+
+def _with_pages(info: TransferInfo, facts: ClaimFacts, expected_bytes: int | None) -> TransferInfo:
+    return msgspec.structs.replace(
+        info, pages=facts.pages, num_tokens=facts.num_tokens, prefix_tokens=facts.prefix_tokens,
+        expected_bytes=expected_bytes,
+    )  # fmt: skip
+
+
+class Claim:
+    """One room at one destination rank."""
+
+    def __init__(self, book: Book, claim: int, room: int, tag: int, trace: str) -> None:
+        self.book = book
+        self.id = claim
+        self.room = room
+        self.tag = tag
+        self.trace = trace
+        self.state = ClaimState.RESOLVING
+        self.phase = InfoPhase.OPEN
+        self.facts: ClaimFacts | None = None
+        self.views: dict[PeerId, SourceView] = {}
+        self.reason: Reason | None = None
+        self.opened_at = book.now
+        self.exposed_at = 0.0
+        self.failed_at = 0.0
+        self.cleared = False
+        self.released = False
+
+    @property
+    def poll(self) -> KVPoll:
+        """The state for schedulers."""
+        if self.state in rules.FAILED_CLAIMS:
+            return KVPoll.Failed
+        if self.state is ClaimState.SUCCESS:
+            return KVPoll.Success
+        if self.state is ClaimState.PAGES:
+            return KVPoll.Transferring
+        return KVPoll.WaitingForInput if self.accepted else KVPoll.Bootstrapping
+
+    @property
+    def accepted(self) -> bool:
+        """Every source has answered."""
+        return bool(self.views) and all(view.status is not None for view in self.views.values())
+
+    @property
+    def bytes_landed(self) -> int:
+        """Bytes that the sources say have landed."""
+        return sum(view.status.bytes_landed for view in self.views.values() if view.status)
+
+    # -- events
+
+    def consider(self) -> None:
+        """Take what follows from the present state."""
+        if self.state in rules.LIVE_CLAIMS:
+            self._consider_views()
+        if self.state in rules.DRAINS and all(view.quiet for view in self.views.values()):
+            fire(CLAIM, self, ClaimEvent.DRAINED)
+        self.book.emit(Changed(Kind.CLAIM, self.id))
+
+    def resolved(self, sources: list[Source]) -> None:
+        """The sources are known and have been shaken hands with."""
+        fire(CLAIM, self, ClaimEvent.RESOLVED, sources)
+        if self.facts is not None:
+            fire(CLAIM, self, ClaimEvent.METADATA, self.facts)
+
+    def failing(self, reason: Reason) -> None:
+        """Fail, unless it has ended already."""
+        if fire(CLAIM, self, ClaimEvent.FAIL, reason):
+            self.consider()
+        else:
+            self.book.counts["late"] += 1
+
+    def deadlines(self, now: float) -> None:
+        """Look at the clocks that run in this state."""
+        times = self.book.times
+        if self.state in rules.LIVE_CLAIMS:
+            if not self.accepted and now - self.opened_at >= times.bootstrap_timeout_s:
+                self._not_accepted()
+            elif self.state is ClaimState.PAGES:
+                self._stalled(now)
+        elif self.state is ClaimState.DRAINING and now - self.failed_at >= times.drain_limit_s:
+            fire(CLAIM, self, ClaimEvent.DRAIN_LIMIT)
+
+    # -- actions of rules.CLAIM
+
+    def store(self, facts: ClaimFacts) -> None:
+        """Keep what send_metadata() said."""
+        self.facts = facts
+        self.tag = facts.tag or self.tag
+
+    def open(self, sources: list[Source]) -> None:
+        """Tell every source that a claim is coming."""
+        for source in sources:
+            view = self.views[source.peer] = SourceView(self, source)
+            self.book.peers[source.peer].claims.add(self.id)
+            view.publish()
+
+    def expose(self, facts: ClaimFacts) -> None:
+        """Grant the pages and tell every source; from here on something may land."""
+        self.phase = InfoPhase.PAGES
+        self.exposed_at = self.book.now
+        self.book.emit(Expose(self.id, tuple(self.views)))
+        for view in self.views.values():
+            size = view.source.size
+            view.expected_bytes = (
+                size.request_bytes(facts.prefix_tokens, facts.end_tokens, facts.rows) if view.source.elected else 0
+            )
+            view.exposed = True
+            view.moved_at = self.book.now
+            view.publish()
+
+    def merge(self, view: SourceView, status: TransferStatus) -> None:
+        """Take a newer status of one source."""
+        view.merge(status)
+
+    def write_aux(self) -> None:
+        """Put the metadata row into its slot; the first source that has one wins (the caller ordered them)."""
+        statuses = [view.status for view in self.views.values() if view.status and view.status.aux]
+        if statuses:
+            self.book.emit(WriteAux(self.id, statuses[0].aux))
+
+    def close(self, *_: object) -> None:
+        """Tell every source that it is over, and withdraw what was granted."""
+        self.phase = InfoPhase.CLOSED
+        exposed = tuple(view.peer for view in self.views.values() if view.exposed)
+        if exposed:
+            self.book.emit(Revoke(self.id, exposed))
+        for view in self.views.values():
+            view.publish()
+
+    def fail(self, reason: Reason) -> None:
+        """Remember the first cause."""
+        self.reason = reason
+        self.failed_at = self.book.now
+
+    def release(self, *_: object) -> None:
+        """The pages are free; once."""
+        assert not self.released
+        self.released = True
+        self.book.emit(Release(Kind.CLAIM, self.id))
+
+    def quarantine(self) -> None:
+        """Not proven quiet in time: count it, and ask the engine for a proof."""
+        self.book.counts["quarantined"] += 1
+        for view in self.views.values():
+            if not view.quiet:
+                self.book.emit(Fence(view.peer, self.id))
+
+    # -- helpers
+
+    def _consider_views(self) -> None:
+        delivered = 0
+        for view in self.views.values():
+            status = view.status
+            if status is None:
+                continue
+            if status.phase is StatusPhase.FAILED:
+                reason = status.reason or self.book.where.reason(Code.INTERNAL, "the source gave no reason")
+                self.failing(reason)
+                return
+            if status.phase is StatusPhase.DELIVERED:
+                if status.bytes_landed != view.expected_bytes:
+                    self.failing(self._bytes_differ(view, status))
+                    return
+                delivered += 1
+        if delivered and delivered == len(self.views):
+            fire(CLAIM, self, ClaimEvent.COMPLETE)
+
+    def _bytes_differ(self, view: SourceView, status: TransferStatus) -> Reason:
+        cause = f"the source says {status.bytes_landed} bytes landed, {view.expected_bytes} were expected"
+        return self.book.where.reason(Code.BYTES_DIFFER, cause, peer=str(view.peer), stage="delivery")
+
+    def _not_accepted(self) -> None:
+        silent = [str(view.peer) for view in self.views.values() if view.status is None]
+        seconds = f"{self.book.times.bootstrap_timeout_s:g} s"
+        cause = f"{len(silent)} of {len(self.views)} sources did not accept the room within {seconds}"
+        if not self.views:
+            cause = f"the prefill side's ranks were not reached within {seconds}"
+        self.failing(
+            self.book.where.reason(Code.BOOTSTRAP_TIMEOUT, cause, peer=", ".join(silent), stage="handshake of the room")
+        )
+
+    def _stalled(self, now: float) -> None:
+        times = self.book.times
+        for view in self.views.values():
+            status = view.status
+            writing = status is not None and status.chunks_landed < status.chunks_total
+            if writing and not view.quiet_seen and now - view.moved_at >= times.stall_s:
+                cause = f"no progress for {times.stall_s:g} s, {self.bytes_landed} bytes landed before"
+                self.failing(self.book.where.reason(Code.STALLED, cause, peer=str(view.peer), stage="transfer"))
+                return
+        if times.hold_limit_s and now - self.exposed_at >= times.hold_limit_s:
+            cause = f"pages were held for {times.hold_limit_s:g} s (hold_limit_s)"
+            self.failing(self.book.where.reason(Code.HOLD_LIMIT, cause, stage="waiting for the source"))

@@ -1,0 +1,218 @@
+"""What the book asks the shell to do, and the facts that callers hand in. Plain data."""
+
+from __future__ import annotations
+
+import enum
+from typing import Callable, Protocol, Union
+
+import msgspec
+
+from kvferry.errors import Reason
+from kvferry.ids import PeerId
+from kvferry.wire import TransferInfo, TransferStatus, Tick
+
+
+class Kind(enum.Enum):
+    """Which of a process's two books of rooms."""
+
+    OFFER = "offer"
+    CLAIM = "claim"
+
+
+class RouteSize(Protocol):
+    """What the protocol needs of a plan.Route: how many bytes it moves for a request."""
+
+    def request_bytes(self, prefix_tokens: int, num_tokens: int, rows: dict[str, int] = ...) -> int:
+        """Bytes for tokens [prefix_tokens, num_tokens) and the given rows per state space."""
+        ...
+
+
+class Times(msgspec.Struct, frozen=True):
+    """The deadlines of the tables, in seconds; 0 switches hold_limit_s off."""
+
+    tick_s: float = 0.1
+    heartbeat_s: float = 1.0
+    bootstrap_timeout_s: float = 30.0
+    claim_timeout_s: float = 30.0
+    stall_s: float = 10.0
+    drain_limit_s: float = 30.0
+    hold_limit_s: float = 0.0
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One send() of a sender.
+
+    Attributes:
+        number: 0, 1, ... within the offer.
+        first_page: position of its first page in the offer's page list.
+        pages: per space, int32 page indices as raw bytes; only the main space before the last chunk.
+        last: no chunk follows.
+    """
+
+    number: int
+    first_page: int
+    pages: dict[str, bytes]
+    last: bool
+
+
+class OfferFacts(msgspec.Struct, frozen=True):
+    """What a sender's init() says.
+
+    Attributes:
+        num_pages: pages that will be sent in the main space.
+        page_tokens: tokens per page of the main space.
+        first_token: the token that the first page holds first.
+        num_tokens: the request's tokens; None = not known, whole pages count.
+        tag: request tag; 0 = none.
+    """
+
+    num_pages: int
+    page_tokens: int
+    first_token: int = 0
+    num_tokens: Union[int, None] = None
+    tag: int = 0
+
+
+class ClaimFacts(msgspec.Struct, frozen=True):
+    """What a receiver's send_metadata() says.
+
+    Attributes:
+        pages: per space, int32 page indices as raw bytes.
+        page_tokens: tokens per page of the main space.
+        num_pages: pages listed in the main space.
+        prefix_tokens: tokens that are here already.
+        num_tokens: the request's tokens; None = not known, whole pages count.
+        rows: pages listed per state space.
+        tag: request tag; 0 = none.
+    """
+
+    pages: dict[str, bytes]
+    page_tokens: int
+    num_pages: int
+    prefix_tokens: int = 0
+    num_tokens: Union[int, None] = None
+    rows: dict[str, int] = {}
+    tag: int = 0
+
+    @property
+    def end_tokens(self) -> int:
+        """The token after the last one wanted, whole pages where num_tokens is not known."""
+        if self.num_tokens is not None:
+            return self.num_tokens
+        start = self.prefix_tokens // self.page_tokens * self.page_tokens
+        return max(self.prefix_tokens, start + self.num_pages * self.page_tokens)
+
+
+class Source(msgspec.Struct, frozen=True):
+    """One process that a claim hears from.
+
+    Attributes:
+        peer: the process.
+        fan_in: how many claims its offer is to expect.
+        elected: it sends; otherwise a replica of it does.
+        size: how many bytes its route moves for a request.
+    """
+
+    peer: PeerId
+    fan_in: int
+    elected: bool
+    size: RouteSize
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Hand a message to the peer's connection; if it can't be taken now it is dropped (it will be repeated)."""
+
+    peer: PeerId
+    message: Union[TransferInfo, TransferStatus, Tick]
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """Write one chunk over one link; the shell answers with job_progress and one job_ended.
+
+    Attributes:
+        job: number of this job.
+        peer: where to.
+        offer: the offer whose chunk it is.
+        chunk: the chunk.
+        info: the claim's pages and prefix.
+        first_token: the token that the offer's first page holds first.
+        end_tokens: the token after the last one to copy.
+    """
+
+    job: int
+    peer: PeerId
+    offer: int
+    chunk: Chunk
+    info: TransferInfo
+    first_token: int
+    end_tokens: int
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Submit nothing more of a job; job_ended still follows when what is out has ended."""
+
+    job: int
+
+
+class Release(msgspec.Struct, frozen=True):
+    """The room's pages may be used for something else."""
+
+    kind: Kind
+    id: int
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """The room's visible state may have changed."""
+
+    kind: Kind
+    id: int
+
+
+class WriteAux(msgspec.Struct, frozen=True):
+    """Write the metadata row into the claim's slot, before the Changed that makes Success visible."""
+
+    claim: int
+    aux: bytes
+
+
+class Expose(msgspec.Struct, frozen=True):
+    """Grant the claim's pages to these peers; comes before the message that names the pages."""
+
+    claim: int
+    peers: tuple[PeerId, ...]
+
+
+class Revoke(msgspec.Struct, frozen=True):
+    """Withdraw the grants of a claim."""
+
+    claim: int
+    peers: tuple[PeerId, ...]
+
+
+class Fence(msgspec.Struct, frozen=True):
+    """Ask the engine for proof that nothing of the peer (of the claim) can land; fence_done may follow."""
+
+    peer: PeerId
+    claim: Union[int, None]
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """The book keeps nothing of the room any more."""
+
+    kind: Kind
+    id: int
+
+
+Effect = Union[Send, Submit, Stop, Release, Changed, WriteAux, Expose, Revoke, Fence, Forget]
+Emit = Callable[[Effect], None]
+
+
+class Where(msgspec.Struct, frozen=True):
+    """Who speaks, for reasons."""
+
+    side: str = ""
+    rank: str = ""
+
+    def reason(self, code: object, cause: str, **more: object) -> Reason:
+        """A reason noticed here."""
+        return Reason(code=code, side=self.side, rank=self.rank, cause=cause, **more)  # type: ignore[arg-type]

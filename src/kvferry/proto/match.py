@@ -1,0 +1,79 @@
+"""What an offer and a claim must agree on, wherever both sides know it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Callable
+
+from kvferry.proto import rules
+from kvferry.proto.effects import OfferFacts
+from kvferry.wire import InfoPhase, TransferInfo
+
+if TYPE_CHECKING:
+    from kvferry.proto.offer import Link, Offer
+
+
+def difference(offer: Offer, link: Link) -> str:
+    """Why the claim of `link` can't be served by `offer`, with both values; "" if nothing known differs."""
+    for name in rules.MATCHED:
+        text = COMPARISONS[name](offer, link)
+        if text:
+            return text
+    return ""
+
+
+def end_tokens(facts: OfferFacts, info: TransferInfo) -> int:
+    """The token after the last one to copy: the claim's number, else the offer's whole pages."""
+    if info.num_tokens is not None:
+        return info.num_tokens
+    return facts.first_token + facts.num_pages * facts.page_tokens
+
+
+def _tag(offer: Offer, link: Link) -> str:
+    mine, theirs = offer.tag, link.info.tag
+    if mine and theirs and mine != theirs:
+        return f"request tag {theirs:#x} of the claim is not {mine:#x} of the offer: another request's room"
+    return ""
+
+
+def _fan_in(offer: Offer, link: Link) -> str:
+    known = [other.info.fan_in for other in offer.links if other is not link]
+    if known and known[0] != link.info.fan_in:
+        return f"this claim says {link.info.fan_in} claims share the offer, an earlier one said {known[0]}"
+    if len(known) >= link.info.fan_in:
+        return f"all {link.info.fan_in} claims of the offer are there already"
+    return ""
+
+
+def _tokens(offer: Offer, link: Link) -> str:
+    facts, info = offer.facts, link.info
+    if facts is None or info.phase is not InfoPhase.PAGES:
+        return ""
+    if info.prefix_tokens < facts.first_token:
+        return f"the claim wants tokens from {info.prefix_tokens} on, the offer begins at {facts.first_token}"
+    if info.num_tokens is None:
+        return ""
+    if facts.num_tokens is not None and facts.num_tokens != info.num_tokens:
+        return f"the claim expects {info.num_tokens} tokens, the offer holds {facts.num_tokens}"
+    most = facts.first_token + facts.num_pages * facts.page_tokens
+    if info.num_tokens > most:
+        return f"the claim expects {info.num_tokens} tokens, the offer's {facts.num_pages} pages end at {most}"
+    return ""
+
+
+def _bytes(offer: Offer, link: Link) -> str:
+    facts, info = offer.facts, link.info
+    if facts is None or info.phase is not InfoPhase.PAGES or info.expected_bytes is None:
+        return ""
+    mine = link.own_bytes(facts)
+    if mine != info.expected_bytes:
+        return f"the claim expects {info.expected_bytes} bytes from here, the offer's pages and layout give {mine}"
+    return ""
+
+
+COMPARISONS: dict[str, Callable[[Offer, Link], str]] = {
+    "tag": _tag,
+    "fan_in": _fan_in,
+    "tokens": _tokens,
+    "bytes": _bytes,
+}
+"""By the names in rules.MATCHED."""

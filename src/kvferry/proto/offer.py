@@ -1,0 +1,286 @@
+"""The sender's room: an offer, and a link for each claim inside it.
+
+The methods named in rules.OFFER are that table's actions. An offer ends when all its links have ended; each link is
+sent as soon as its own pages are known, so that two ranks that allocate in opposite order can't wait for each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.errors import Code, Reason
+from kvferry.ids import KVPoll, PeerId
+from kvferry.proto import match, rules
+from kvferry.proto.dialogue import Dialogue
+from kvferry.proto.effects import Changed, Chunk, Kind, OfferFacts, Release, Stop, Submit
+from kvferry.proto.rules import OFFER, OfferEvent, OfferState, fire
+from kvferry.wire import InfoPhase, StatusPhase, TransferInfo, TransferStatus
+
+if TYPE_CHECKING:
+    from kvferry.proto.book import Book
+
+
+class Link:
+    """One claim at its source: parked (no offer yet), joined to an offer, or refused for ever."""
+
+    def __init__(self, book: Book, peer: PeerId, info: TransferInfo) -> None:
+        self.book = book
+        self.peer = peer
+        self.info = info
+        self.talk = Dialogue()
+        self.offer: Offer | None = None
+        self.refused = False
+        self.phase = StatusPhase.QUEUED
+        self.reason: Reason | None = None
+        self.posted = 0
+        self.chunks_landed = 0
+        self.bytes_landed = 0
+        self.moved_at = 0.0
+        self.jobs: dict[int, Chunk] = {}
+
+    def own_bytes(self, facts: OfferFacts) -> int:
+        """What this side computes that the claim is to get over this link."""
+        if not self.info.elected:
+            return 0
+        rows = {space: len(data) // 4 for space, data in self.info.pages.items()}
+        end = match.end_tokens(facts, self.info)
+        return self.book.peers[self.peer].size.request_bytes(self.info.prefix_tokens, end, rows)
+
+    def refuse(self, reason: Reason) -> None:
+        """Say no, and go on saying no to this claim."""
+        self.offer = None
+        self.phase = StatusPhase.FAILED
+        self.reason = reason
+        self.refused = rules.REMEMBER_REFUSED
+        self.publish()
+
+    def publish(self) -> None:
+        """The status that the claim sees has changed."""
+        self.talk.publish()
+        self.book.stale.append(self)
+
+    def message(self) -> TransferStatus:
+        """The snapshot."""
+        delivered = self.phase is StatusPhase.DELIVERED
+        return TransferStatus(
+            room=self.info.room, claim=self.info.claim, offer=self.offer.id if self.offer else 0,
+            rev=self.talk.rev, ack=self.talk.seen, want_ack=not self.talk.settled,
+            phase=self.phase, chunks_landed=self.chunks_landed, chunks_total=self.posted,
+            bytes_landed=self.bytes_landed, quiet=not self.jobs,
+            aux=self.offer.aux if self.offer and delivered else b"", reason=self.reason,
+        )  # fmt: skip
+
+    @property
+    def over(self) -> bool:
+        """Delivered or failed: nothing more is posted."""
+        return self.phase in {StatusPhase.DELIVERED, StatusPhase.FAILED}
+
+
+class Offer:
+    """One room at one source rank."""
+
+    def __init__(self, book: Book, offer: int, room: int) -> None:
+        self.book = book
+        self.id = offer
+        self.room = room
+        self.state = OfferState.WAITING
+        self.facts: OfferFacts | None = None
+        self.chunks: list[Chunk] = []
+        self.not_ready: set[int] = set()
+        self.links: list[Link] = []
+        self.aux = b""
+        self.reason: Reason | None = None
+        self.refusal = ""
+        self.opened_at = book.now
+        self.failed_at = 0.0
+        self.cleared = False
+        self.released = False
+
+    # -- what schedulers see
+
+    @property
+    def poll(self) -> KVPoll:
+        """The state for schedulers."""
+        if self.state in rules.FAILED_OFFERS:
+            return KVPoll.Failed
+        if self.state is OfferState.DELIVERED:
+            return KVPoll.Success
+        if self.state is OfferState.SENDING:
+            return KVPoll.Transferring
+        pages = sum(link.info.phase is InfoPhase.PAGES for link in self.links)
+        return KVPoll.WaitingForInput if self.links and pages == self.fan_in else KVPoll.Bootstrapping
+
+    @property
+    def tag(self) -> int:
+        """The request tag; 0 = none or not known yet."""
+        return self.facts.tag if self.facts else 0
+
+    @property
+    def fan_in(self) -> int:
+        """How many claims are expected, as the first claim says; 0 = not known yet."""
+        return self.links[0].info.fan_in if self.links else 0
+
+    @property
+    def outstanding(self) -> int:
+        """Jobs that may still read this side's pages."""
+        return sum(len(link.jobs) for link in self.links)
+
+    # -- events
+
+    def consider(self) -> None:
+        """Take what follows from the present state: completion of links and of the offer, or its end."""
+        if self.state in rules.LIVE_OFFERS:
+            for link in self.links:
+                self._consider_link(link)
+            if self.links and len(self.links) == self.fan_in and all(
+                link.phase is StatusPhase.DELIVERED for link in self.links
+            ):
+                fire(OFFER, self, OfferEvent.COMPLETE)
+        elif self.state in rules.DRAINS and not self.outstanding:
+            fire(OFFER, self, OfferEvent.DRAINED)
+        self.book.emit(Changed(Kind.OFFER, self.id))
+
+    def deadlines(self, now: float) -> None:
+        """Look at the clocks that run in this state."""
+        times = self.book.times
+        if self.state in rules.LIVE_OFFERS:
+            # also while SENDING: one claim may be served long before another one fails to come
+            missing = not self.links or len(self.links) < self.fan_in
+            if missing and now - self.opened_at >= times.claim_timeout_s:
+                self._no_claim()
+            else:
+                self._stalled(now)
+        elif self.state is OfferState.DRAINING and now - self.failed_at >= times.drain_limit_s:
+            fire(OFFER, self, OfferEvent.DRAIN_LIMIT)
+
+    def failing(self, reason: Reason) -> None:
+        """Fail, unless it has ended already."""
+        if fire(OFFER, self, OfferEvent.FAIL, reason):
+            self.consider()
+        else:
+            self.book.counts["late"] += 1
+
+    # -- actions of rules.OFFER
+
+    def store(self, facts: OfferFacts) -> None:
+        """Keep what init() said."""
+        self.facts = facts
+
+    def recheck(self, facts: OfferFacts) -> None:
+        """Look again at the claims that joined before init() said what they must agree with."""
+        del facts
+        for link in list(self.links):
+            self.check(link)
+
+    def check(self, link: Link) -> bool:
+        """Refuse a joined claim that differs from this offer in something known; say whether it stays."""
+        cause = match.difference(self, link)
+        if not cause:
+            return True
+        self.links.remove(link)
+        self.refusal = cause
+        reason = self.book.where.reason(Code.REFUSED, cause, peer=str(link.peer), stage="handshake of the room")
+        link.refuse(reason)
+        if self.tag and self.tag == link.info.tag:
+            self.failing(reason)
+        return False
+
+    def record(self, chunk: Chunk, ready: bool, aux: bytes) -> None:
+        """Keep a chunk; it is posted once it is ready."""
+        self.chunks.append(chunk)
+        if not ready:
+            self.not_ready.add(chunk.number)
+        if chunk.last:
+            self.aux = aux
+
+    def join(self, link: Link) -> None:
+        """Take a claim in, unless something known differs."""
+        self.links.append(link)
+        link.offer = self
+        if self.check(link):
+            link.publish()
+
+    def pump(self, *_: object) -> None:
+        """Post what can be posted, link by link."""
+        for link in self.links:
+            while (chunk := self._next_chunk(link)) is not None and self.state in rules.LIVE_OFFERS:
+                fire(OFFER, self, OfferEvent.POST, link, chunk)
+
+    def post(self, link: Link, chunk: Chunk) -> None:
+        """Hand a chunk to the mover."""
+        assert self.facts is not None
+        job = self.book.new_job(link)
+        link.jobs[job] = chunk
+        link.posted += 1
+        link.moved_at = self.book.now
+        if link.phase is StatusPhase.QUEUED:
+            link.phase = StatusPhase.SENDING
+            link.publish()
+        end = match.end_tokens(self.facts, link.info)
+        self.book.emit(Submit(job, link.peer, self.id, chunk, link.info, self.facts.first_token, end))
+
+    def credit(self, link: Link, job: int, nbytes: int, landed: bool) -> None:
+        """A job has ended and can't land or read anything any more."""
+        del link.jobs[job]
+        self.book.end_job(job)
+        link.bytes_landed += nbytes
+        link.chunks_landed += landed
+        link.moved_at = self.book.now
+        link.publish()
+
+    def release(self) -> None:
+        """The pages are free; once."""
+        assert not self.released
+        self.released = True
+        self.book.emit(Release(Kind.OFFER, self.id))
+
+    def fail(self, reason: Reason) -> None:
+        """Tell every claim, post nothing more, wait for what is out."""
+        self.reason = reason
+        self.failed_at = self.book.now
+        self.book.bury(self)
+        for link in self.links:
+            for job in link.jobs:
+                self.book.emit(Stop(job))
+            if not link.over:
+                link.phase = StatusPhase.FAILED
+                link.reason = reason
+                link.publish()
+
+    def quarantine(self) -> None:
+        """Not proven quiet in time: count it; the pages stay out of use."""
+        self.book.counts["quarantined"] += 1
+
+    # -- helpers
+
+    def _next_chunk(self, link: Link) -> Chunk | None:
+        if self.facts is None or link.over or not link.info.elected or link.info.phase is not InfoPhase.PAGES:
+            return None
+        if link.posted >= len(self.chunks) or len(link.jobs) >= rules.JOBS_PER_LINK:
+            return None
+        chunk = self.chunks[link.posted]
+        return None if chunk.number in self.not_ready else chunk
+
+    def _consider_link(self, link: Link) -> None:
+        last_known = bool(self.chunks) and self.chunks[-1].last
+        if link.over or link.jobs or not last_known or link.info.phase is not InfoPhase.PAGES:
+            return
+        if self.not_ready or (link.info.elected and link.posted < len(self.chunks)):
+            return
+        link.phase = StatusPhase.DELIVERED
+        link.publish()
+
+    def _stalled(self, now: float) -> None:
+        limit_s = self.book.times.stall_s
+        for link in self.links:
+            if link.jobs and now - link.moved_at >= limit_s:
+                cause = f"no byte landed for {limit_s:g} s, {link.bytes_landed} bytes landed before"
+                self.failing(self.book.where.reason(Code.STALLED, cause, peer=str(link.peer), stage="transfer"))
+                return
+
+    def _no_claim(self) -> None:
+        cause = f"{len(self.links)} of {self.fan_in or 'an unknown number of'} claims came within "
+        cause += f"{self.book.times.claim_timeout_s:g} s"
+        if self.refusal:
+            cause += f"; the last one refused: {self.refusal}"
+        self.failing(self.book.where.reason(Code.NO_CLAIM, cause, stage="waiting for claims"))
