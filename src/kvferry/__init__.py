@@ -1,1 +1,37 @@
-"""kvferry ."""
+"""kvferry: the connector layer for disaggregated LLM serving.
+
+A request's KV cache travels from the prefill worker that computed it to the decode worker that goes on with it:
+byte-exact, between any two layouts, over any transfer engine.
+"""
+
+from kvferry.api import (
+    BaseKVBootstrapServer,
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    DisaggregationMode,
+    GroupState,
+    KVArgs,
+    KVBootstrapServer,
+    KVClassType,
+    KVManager,
+    KVPoll,
+    KVReceiver,
+    KVSender,
+    KVTransferMetric,
+    ReceiveFacts,
+    SendFacts,
+    get_kv_class,
+    poll_group,
+    request_tag,
+)
+from kvferry.errors import KvferryError, KVTransferError
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "BaseKVBootstrapServer", "BaseKVManager", "BaseKVReceiver", "BaseKVSender", "DisaggregationMode", "GroupState",
+    "KVArgs", "KVBootstrapServer", "KVClassType", "KVManager", "KVPoll", "KVReceiver", "KVSender",
+    "KVTransferError", "KVTransferMetric", "KvferryError", "ReceiveFacts", "SendFacts", "__version__",
+    "get_kv_class", "poll_group", "request_tag",
+]

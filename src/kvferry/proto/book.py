@@ -218,7 +218,9 @@ class Book:
         if record is None or not fire(PEER, record, PeerEvent.LOSE):
             return
         for link in [link for link in self.links.values() if link.peer == peer]:
-            if link.offer is not None and link.offer.state in rules.LIVE_OFFERS:
+            if link.offer is None:
+                self._unpark(link)
+            elif link.offer.state in rules.LIVE_OFFERS:
                 link.offer.failing(reason)
         views = [self.claims[number].views[peer] for number in sorted(record.claims)]
         for view in views:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.errors import Code, Reason
+from kvferry.errors import Code, InputError, Reason
 from kvferry.ids import KVPoll, PeerId
 from kvferry.proto import rules
 from kvferry.proto.dialogue import Dialogue
@@ -53,6 +53,12 @@ class SourceView:
     def _peer_state(self) -> PeerState:
         record = self.claim.book.peers.get(self.peer)
         return record.state if record else PeerState.GONE
+
+    def expect(self, facts: ClaimFacts) -> None:
+        """Compute what this source has to send. Raises InputError where the numbers make no request."""
+        size = self.source.size
+        wanted = size.request_bytes(facts.prefix_tokens, facts.end_tokens, facts.rows)
+        self.expected_bytes = wanted if self.source.elected else 0
 
     def merge(self, status: TransferStatus) -> None:
         """Take a newer status; what was proven once stays proven."""
@@ -180,14 +186,16 @@ class Claim:
 
     def expose(self, facts: ClaimFacts) -> None:
         """Grant the pages and tell every source; from here on something may land."""
+        try:
+            for view in self.views.values():
+                view.expect(facts)
+        except InputError as error:
+            self.failing(self.book.where.reason(Code.REFUSED, str(error), stage="send_metadata"))
+            return
         self.phase = InfoPhase.PAGES
         self.exposed_at = self.book.now
         self.book.emit(Expose(self.id, tuple(self.views)))
         for view in self.views.values():
-            size = view.source.size
-            view.expected_bytes = (
-                size.request_bytes(facts.prefix_tokens, facts.end_tokens, facts.rows) if view.source.elected else 0
-            )
             view.exposed = True
             view.moved_at = self.book.now
             view.publish()

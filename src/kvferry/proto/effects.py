@@ -60,7 +60,8 @@ class OfferFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         num_pages: pages that will be sent in the main space.
-        page_tokens: tokens per page of the main space.
+        page_tokens: tokens per page of the main space; 0 where a rank holds only a share of the tokens, so that
+            its pages say nothing of the request's length.
         first_token: the token that the first page holds first.
         num_tokens: the request's tokens; None = not known, whole pages count.
         tag: request tag; 0 = none.
@@ -71,6 +72,13 @@ class OfferFacts(msgspec.Struct, frozen=True):
     first_token: int = 0
     num_tokens: Union[int, None] = None
     tag: int = 0
+
+    @property
+    def end_tokens(self) -> int:
+        """The token after the last one that the pages can hold."""
+        if not self.page_tokens:
+            return self.num_tokens or 0
+        return (self.first_token // self.page_tokens + self.num_pages) * self.page_tokens
 
 
 class ClaimFacts(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Callable
 
+from kvferry.errors import InputError
 from kvferry.proto import rules
 from kvferry.proto.effects import OfferFacts
 from kvferry.wire import InfoPhase, TransferInfo
@@ -25,7 +26,7 @@ def end_tokens(facts: OfferFacts, info: TransferInfo) -> int:
     """The token after the last one to copy: the claim's number, else the offer's whole pages."""
     if info.num_tokens is not None:
         return info.num_tokens
-    return facts.first_token + facts.num_pages * facts.page_tokens
+    return facts.end_tokens
 
 
 def _tag(offer: Offer, link: Link) -> str:
@@ -54,9 +55,9 @@ def _tokens(offer: Offer, link: Link) -> str:
         return ""
     if facts.num_tokens is not None and facts.num_tokens != info.num_tokens:
         return f"the claim expects {info.num_tokens} tokens, the offer holds {facts.num_tokens}"
-    most = facts.first_token + facts.num_pages * facts.page_tokens
-    if info.num_tokens > most:
-        return f"the claim expects {info.num_tokens} tokens, the offer's {facts.num_pages} pages end at {most}"
+    if info.num_tokens > facts.end_tokens:
+        end = facts.end_tokens
+        return f"the claim expects {info.num_tokens} tokens, the offer's {facts.num_pages} pages end at {end}"
     return ""
 
 
@@ -64,7 +65,10 @@ def _bytes(offer: Offer, link: Link) -> str:
     facts, info = offer.facts, link.info
     if facts is None or info.phase is not InfoPhase.PAGES or info.expected_bytes is None:
         return ""
-    mine = link.own_bytes(facts)
+    try:
+        mine = link.own_bytes(facts)
+    except InputError as error:
+        return f"the claim's numbers make no request: {error}"
     if mine != info.expected_bytes:
         return f"the claim expects {info.expected_bytes} bytes from here, the offer's pages and layout give {mine}"
     return ""

@@ -125,6 +125,11 @@ class Offer:
         """Jobs that may still read this side's pages."""
         return sum(len(link.jobs) for link in self.links)
 
+    @property
+    def bytes_landed(self) -> int:
+        """Bytes landed on all links."""
+        return sum(link.bytes_landed for link in self.links)
+
     # -- events
 
     def consider(self) -> None:

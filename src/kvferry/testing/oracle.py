@@ -1,7 +1,8 @@
-"""The oracle: the dullest possible program for what a transfer must do, written with loops and without the planner.
+"""The oracle: the dullest possible program for what a transfer must do, with loops and without the planner.
 
-A logical cache gives every element (space, layer, field, head, position) its own bytes. Each rank's memory is filled
-by hand from its layout and page lists; after a copy, every byte of every element and every other byte is compared.
+A logical cache gives every element (space, layer, field, head, position) its own bytes. Each rank's memory is
+filled by hand from its layout and page lists; after a copy every byte is compared, guards and foreign pages
+included.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ Cells = Mapping[Key, tuple[int, int]]
 @lru_cache(maxsize=1 << 16)
 def pattern(key: Key, nbytes: int) -> bytes:
     """The bytes of one element of the logical cache."""
-    seed = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return (seed * (nbytes // 8 + 1))[:nbytes]
+    return hashlib.shake_128(repr(key).encode()).digest(nbytes)
 
 
 def held_positions(deal: Deal, num_tokens: int) -> list[int]:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from kvferry.testing.world import Job, World
 
 PAGE_TOKENS = 4
-PAGES = 12
+PAGES = {"prefill": 256, "decode": 12}
+"""Decode runs short all the time. Prefill does not: two schedulers that wait for each other's memory are no fault of
+the protocol, and hold_limit_s is what a deployment breaks such a circle with."""
 TERMINAL = frozenset({KVPoll.Success, KVPoll.Failed})
 Message = Union[TransferInfo, TransferStatus, Tick]
 
@@ -93,8 +95,8 @@ class Process:
         self.jobs: dict[int, Job] = {}
         self.granted: set[tuple[PeerId, int]] = set()
         self.held: dict[tuple[Kind, int], Held] = {}
-        self.owner: list[Any] = [None] * PAGES
-        self.content: list[Any] = [None] * PAGES
+        self.owner: list[Any] = [None] * PAGES[self.side]
+        self.content: list[Any] = [None] * PAGES[self.side]
         self.cells: dict[tuple[int, int], Any] = {}
 
     def die(self) -> None:
@@ -278,7 +280,7 @@ class Process:
         self.act(self.book.metadata, held.number, facts)
 
     def _allocate(self, held: Held, count: int, retry: Callable[..., None]) -> bool:
-        free = [page for page in range(PAGES) if self.owner[page] is None]
+        free = [page for page in range(len(self.owner)) if self.owner[page] is None]
         if len(free) < count:
             self.later(0.1, retry, held)
             return False

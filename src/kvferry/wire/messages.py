@@ -64,11 +64,15 @@ class KVArgsRegisterInfo(Message, tag="register", frozen=True):
     Attributes:
         layout: what the sender holds.
         engines: engine name -> what the engine's describe() said.
+        side: "prefill" or "decode".
+        aux_bytes: bytes of the metadata row, one number per buffer; both sides must agree.
         address: where the sender listens, for texts.
     """
 
     layout: Layout
     engines: dict[str, bytes]
+    side: str
+    aux_bytes: tuple[int, ...] = ()
     address: str = ""
 
 

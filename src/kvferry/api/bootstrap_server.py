@@ -1,0 +1,47 @@
+"""The bootstrap server as schedulers know it."""
+
+from __future__ import annotations
+
+import os
+
+from kvferry.api.base import BaseKVBootstrapServer
+from kvferry.bootstrap import DEFAULT_PORT, BootstrapServer
+
+
+class KVBootstrapServer(BaseKVBootstrapServer):
+    """The registry of prefill ranks, served by a thread of this process.
+
+    Attributes:
+        port: the real port.
+        url: where it is served.
+    """
+
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = DEFAULT_PORT, *, secret: str | None = None, insecure: bool = False
+    ) -> None:
+        """Bind and serve.
+
+        Args:
+            host: address to bind to.
+            port: port; 0 lets the system choose.
+            secret: bearer token that callers need; None takes KVFERRY_SECRET, without it there is none.
+            insecure: allow a non-loopback address without a secret.
+
+        Raises:
+            AddressError: it can't be bound.
+            ConfigError: a non-loopback address without secret and without `insecure`.
+        """
+        secret = secret or os.environ.get("KVFERRY_SECRET") or None
+        self._server = BootstrapServer(host, port, token=secret, insecure=insecure)
+        self.port = self._server.port
+        self.url = self._server.url
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+
+    def __enter__(self) -> KVBootstrapServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,95 @@
+"""Checks of the page indices that schedulers pass: at the call, so that the error has their stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.api.base import Indices, StateIndices
+from kvferry.errors import InputError
+from kvferry.layout import Cyclic, Layout, Space
+from kvferry.node.batching import MAIN
+from kvferry.wire import pack_pages
+
+
+class PageSpaces:
+    """The spaces of a rank's layout, and how many pages each has."""
+
+    def __init__(self, layout: Layout, side: str) -> None:
+        self.side = side
+        self.spaces = {space.name: space for space in layout.spaces}
+        self._pages = {
+            name: min((tensor.pages for tensor in layout.tensors if tensor.space == name), default=0)
+            for name in self.spaces
+        }
+
+    @property
+    def main(self) -> Space | None:
+        """The space of kv_indices, if the layout has one."""
+        return self.spaces.get(MAIN)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens per page of the main space; 0 where this rank holds only a share of the tokens."""
+        space = self.main
+        whole = space is not None and isinstance(space.deal, Cyclic) and space.deal.ranks == 1
+        return space.page_tokens if space is not None and whole else 0
+
+    def check(self, indices: Indices, space: str, what: str) -> npt.NDArray[np.int32]:
+        """The indices as int32.
+
+        Raises:
+            InputError: not one-dimensional integers, or outside of the pool.
+        """
+        array = np.asarray(indices)
+        where = f"{self.side} {what}"
+        if array.size == 0:
+            return np.zeros(0, np.int32)
+        if array.ndim != 1:
+            raise InputError(f"{where}: shape {array.shape} is not one-dimensional", hint="pass a flat list of pages")
+        if array.dtype.kind not in "iu":
+            raise InputError(f"{where}: dtype {array.dtype} is no integer type", hint="pass int32 or int64")
+        low, high, pages = int(array.min()), int(array.max()), self._pages.get(space, 0)
+        if low < 0 or high >= pages:
+            bad = low if low < 0 else high
+            raise InputError(
+                f"{where}: page {bad} is outside of the pool's {pages} pages (space {space!r})",
+                hint="pass page numbers, not token slots; see page_tokens of the layout",
+            )
+        return array.astype(np.int32, copy=False)
+
+    def pack(self, kv_indices: Indices, state: StateIndices) -> dict[str, bytes]:
+        """Page lists per space, as they travel. Raises InputError."""
+        main = self.check(kv_indices, MAIN, "kv_indices")
+        packed = {MAIN: pack_pages(main)} if self.main is not None else {}
+        for name, indices in self._named(state).items():
+            packed[name] = pack_pages(self.check(indices, name, f"state_indices[{name!r}]"))
+        return packed
+
+    def _named(self, state: StateIndices) -> dict[str, Indices]:
+        names = [name for name in self.spaces if name != MAIN]
+        if state is None:
+            return {}
+        if isinstance(state, Mapping):
+            unknown = set(state) - set(names)
+            if unknown:
+                hint = f"the layout's state spaces are {names}"
+                raise InputError(f"{self.side} state_indices: unknown space {sorted(unknown)[0]!r}", hint=hint)
+            return dict(state)
+        if len(state) != len(names):
+            raise InputError(
+                f"{self.side} state_indices: {len(state)} lists for {len(names)} state spaces",
+                hint=f"pass one list for each of {names}, in this order, or a dictionary",
+            )
+        return dict(zip(names, state, strict=True))
+
+
+def whole_number(value: object, name: str, side: str, *, least: int = 0) -> int:
+    """An argument as an int. Raises InputError if it is none, or below `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InputError(f"{side} {name}: {value!r} is no whole number")
+    if value < least:
+        raise InputError(f"{side} {name}: {int(value)} is below {least}")
+    return int(value)

@@ -1,0 +1,151 @@
+"""The decode side of a room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvferry.api.base import BaseKVReceiver, Indices, StateIndices
+from kvferry.api.indices import whole_number
+from kvferry.api.lookup import find_ranks
+from kvferry.api.room import Room
+from kvferry.errors import InputError, ProtocolError
+from kvferry.ids import Side
+from kvferry.node.batching import MAIN
+from kvferry.node.claims import Target
+from kvferry.node.resolver import split_address
+from kvferry.proto.effects import ClaimFacts, Kind
+
+if TYPE_CHECKING:
+    from kvferry.api.facts import ReceiveFacts
+    from kvferry.api.manager import KVManager
+
+
+class KVReceiver(Room, BaseKVReceiver):
+    """One request's pages, on their way into this decode rank's pool."""
+
+    kind = Kind.CLAIM
+
+    def __init__(
+        self, mgr: KVManager, bootstrap_addr: str | None, bootstrap_room: int, *, peers: Sequence[str] | None = None
+    ) -> None:
+        """Open the room.
+
+        Args:
+            mgr: a manager of the decode side.
+            bootstrap_addr: "host:port" of the bootstrap server; None with `peers`.
+            bootstrap_room: the room number.
+            peers: "host:port" of the prefill ranks' control plane, instead of a bootstrap server.
+
+        Raises:
+            RoomInUse: the room has a receiver here that was not cleared.
+            InputError: neither or both of bootstrap_addr and peers, or the manager is not of the decode side.
+            AddressError: a peer is not host:port.
+        """
+        mgr.must_be(Side.DECODE, "KVReceiver")
+        if (bootstrap_addr is None) == (not peers):
+            raise InputError(
+                f"decode room {bootstrap_room}: pass either bootstrap_addr ({bootstrap_addr!r}) or peers ({peers!r})"
+            )
+        self._peers = [_canonical(peer) for peer in peers or ()]
+        super().__init__(mgr, bootstrap_room)
+        self._bootstrap_addr = bootstrap_addr
+        self._begun = False
+        self._named = False
+
+    @classmethod
+    def from_facts(cls, mgr: KVManager, facts: ReceiveFacts) -> KVReceiver:
+        """Open a room and name its pages from what another process (the scheduler half) decided."""
+        receiver = cls(mgr, facts.bootstrap_addr, facts.room, peers=facts.peers)
+        receiver.init(facts.prefill_dp_rank, tag=facts.tag)
+        receiver.send_metadata(
+            facts.kv_indices, facts.aux_index, facts.state_indices, facts.decode_prefix_len,
+            num_tokens=facts.num_tokens,
+        )  # fmt: skip
+        return receiver
+
+    def init(self, prefill_dp_rank: int | None = None, *, tag: int = 0) -> None:
+        """Begin to find the prefill ranks; see BaseKVReceiver.
+
+        Raises:
+            InputError: a negative number.
+            ProtocolError: init was called before.
+        """
+        if self._begun:
+            raise ProtocolError(f"room {self.bootstrap_room}: init() was called before")
+        side = Side.DECODE.value
+        if prefill_dp_rank is not None:
+            prefill_dp_rank = whole_number(prefill_dp_rank, "prefill_dp_rank", side)
+        tag = whole_number(tag, "tag", side)
+        self._begun = True
+        target, node = self._target(prefill_dp_rank), self.kv_mgr.node
+        trace = f"{self.bootstrap_room:x}"
+        self._open(lambda: node.claims.open(self._view, tag, target, trace))
+
+    def send_metadata(
+        self, kv_indices: Indices, aux_index: int | None = None, state_indices: StateIndices = None,
+        decode_prefix_len: int = 0, *, num_tokens: int | None = None, tag: int = 0,
+    ) -> None:  # fmt: skip
+        """Name the pages to fill; see BaseKVReceiver.
+
+        Raises:
+            InputError: wrong dtype or shape, a page outside of the pool, a slot that does not exist, a negative
+                number, or fewer pages than num_tokens needs.
+            ProtocolError: init was not called, or send_metadata was called before.
+        """
+        if not self._begun or self._named:
+            earlier = "send_metadata() was called before" if self._named else "send_metadata() before init()"
+            raise ProtocolError(f"room {self.bootstrap_room}: {earlier}")
+        side, spaces = Side.DECODE.value, self.kv_mgr.spaces
+        prefix = whole_number(decode_prefix_len, "decode_prefix_len", side)
+        if num_tokens is not None:
+            num_tokens = whole_number(num_tokens, "num_tokens", side, least=prefix)
+        slot = -1 if aux_index is None else whole_number(aux_index, "aux_index", side)
+        if slot >= 0:
+            self.kv_mgr.node.aux.check(slot, side)
+        pages = spaces.pack(kv_indices, state_indices)
+        rows = {name: len(data) // 4 for name, data in pages.items() if name != MAIN}
+        count = len(pages.get(MAIN, b"")) // 4
+        facts = ClaimFacts(
+            pages, spaces.page_tokens or 1, count, prefix, num_tokens, rows, whole_number(tag, "tag", side)
+        )
+        self._check_pages(facts)
+        self._named = True
+        self._post(lambda number: self.kv_mgr.node.claims.metadata(number, facts, slot))
+
+    # -- helpers
+
+    def _target(self, dp_rank: int | None) -> Target:
+        if self._peers:
+            peers = list(self._peers)
+            return Target(tuple(peers), lambda: peers)
+        address, room, secret = self._bootstrap_addr, self.bootstrap_room, self.kv_mgr.secret
+        assert address is not None
+        key: object = (address, dp_rank) if dp_rank is not None else (address, None, room)
+
+        def find() -> list[str]:
+            return [entry.endpoint for entry in find_ranks(address, room, dp_rank, secret).entries]
+
+        return Target(key, find)
+
+    def _check_pages(self, facts: ClaimFacts) -> None:
+        page_tokens = self.kv_mgr.spaces.page_tokens
+        if not page_tokens and facts.num_tokens is None:
+            raise InputError(
+                f"decode room {self.bootstrap_room}: num_tokens is needed, because this rank holds only a share of them"
+            )
+        if not page_tokens or facts.num_tokens is None:
+            return
+        start = facts.prefix_tokens // page_tokens
+        needed = -(-facts.num_tokens // page_tokens) - start if facts.num_tokens > facts.prefix_tokens else 0
+        if facts.num_pages != needed:
+            raise InputError(
+                f"decode room {self.bootstrap_room}: tokens {facts.prefix_tokens} to {facts.num_tokens} need {needed} "
+                f"pages of {page_tokens} tokens, {facts.num_pages} were given",
+                hint="the list begins with the page of token decode_prefix_len",
+            )
+
+
+def _canonical(peer: str) -> str:
+    host, port = split_address(peer)
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

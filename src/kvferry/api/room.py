@@ -1,0 +1,120 @@
+"""What a sender and a receiver share: a view of the room, and calls to the control thread that never wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvferry.api.base import BaseRoom
+from kvferry.api.indices import whole_number
+from kvferry.api.kvpoll import KVPoll, KVTransferMetric
+from kvferry.errors import Code, KVTransferError, ProtocolError
+from kvferry.node.view import RoomView
+from kvferry.proto.effects import Kind
+
+if TYPE_CHECKING:
+    from kvferry.api.manager import KVManager
+
+MAX_ROOM = 2**64
+
+
+class Room(BaseRoom):
+    """A room's owner on one rank: (book, number) and a view; all state is the book's."""
+
+    kind: Kind
+
+    def __init__(self, mgr: KVManager, bootstrap_room: int) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_room = whole_number(bootstrap_room, "bootstrap_room", mgr.side)
+        self._view = RoomView(self.bootstrap_room)
+        self._number: int | None = None
+        self._cleared = False
+        mgr.take_room(self.kind, self)
+
+    # -- the interface
+
+    def poll(self) -> KVPoll:
+        """The room's state."""
+        return self._view.poll
+
+    def wait(self, timeout_s: float) -> KVPoll:
+        """Wait until the room has ended."""
+        self.kv_mgr.node.check_fork()
+        return self._view.wait(timeout_s)
+
+    def fileno(self) -> int:
+        """An eventfd that is readable after a change."""
+        self.kv_mgr.node.check_fork()
+        return self._view.fileno()
+
+    def abort(self, reason: str = "") -> None:
+        """End the room from this side."""
+        cause = reason or f"aborted by the {self.kv_mgr.side} side"
+        self.fail(Code.ABORTED, cause, "abort")
+
+    def clear(self) -> None:
+        """Give the room back."""
+        if self._cleared:
+            return
+        self._cleared = True
+        self._post(lambda number: self._book.clear(time.monotonic(), self.kind, number))
+        self.kv_mgr.drop_room(self.kind, self)
+        self._view.close()
+
+    def failure(self) -> KVTransferError | None:
+        """The error of a failed room."""
+        view = self._view
+        if view.poll is not KVPoll.Failed or view.reason is None:
+            return None
+        return KVTransferError(self.bootstrap_room, view.reason, is_from_another_rank=view.foreign)
+
+    def failure_exception(self) -> None:
+        """Raise the error of a failed room."""
+        error = self.failure()
+        if error is None:
+            raise ProtocolError(
+                f"room {self.bootstrap_room} has not failed, its state is {self._view.poll.name}",
+                hint="call failure_exception() after poll() returned Failed",
+            )
+        raise error
+
+    def is_release_safe(self) -> bool:
+        """Whether nothing reads or writes the room's pages any more."""
+        view = self._view
+        return view.released or (self.kind is Kind.CLAIM and view.poll is KVPoll.Success)
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        """Times and bytes."""
+        view = self._view
+        transfer_s = view.ended_s - view.pages_s if view.ended_s and view.pages_s else None
+        alloc_s = view.pages_s - view.started_s if view.pages_s else None
+        return KVTransferMetric(transfer_s, alloc_s, view.bytes_landed)
+
+    # -- for the subclasses
+
+    def fail(self, code: Code, cause: str, stage: str) -> None:
+        """Fail the room with a cause noticed here."""
+        reason = self.kv_mgr.node.where.reason(code, cause, stage=stage)
+        self._post(lambda number: self._book.fail(time.monotonic(), self.kind, number, reason))
+
+    def _open(self, action: Callable[[], int]) -> None:
+        """Have the control thread open the room."""
+
+        def opened() -> None:
+            self._number = action()
+
+        self.kv_mgr.node.call(opened)
+
+    def _post(self, action: Callable[[int], None]) -> None:
+        """Have the control thread do something with the room; calls keep their order."""
+
+        def run() -> None:
+            if self._number is not None:
+                action(self._number)
+
+        self.kv_mgr.node.call(run)
+
+    @property
+    def _book(self):  # type: ignore[no-untyped-def]  # noqa: ANN202 - Book, which mypy infers
+        return self.kv_mgr.node.book

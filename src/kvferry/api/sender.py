@@ -1,0 +1,144 @@
+"""The prefill side of a room."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvferry.api.base import BaseKVSender, Event, Indices, StateIndices
+from kvferry.api.indices import whole_number
+from kvferry.api.room import Room
+from kvferry.errors import Code, InputError, ProtocolError
+from kvferry.ids import Side
+from kvferry.node.batching import MAIN
+from kvferry.proto.effects import Chunk, Kind, OfferFacts
+
+if TYPE_CHECKING:
+    from kvferry.api.facts import SendFacts
+    from kvferry.api.manager import KVManager
+
+
+class KVSender(Room, BaseKVSender):
+    """One request's pages, on their way from this prefill rank to the decode ranks that claim them."""
+
+    kind = Kind.OFFER
+
+    def __init__(self, mgr: KVManager, bootstrap_addr: str | None, bootstrap_room: int) -> None:
+        """Open the room.
+
+        Args:
+            mgr: a manager of the prefill side.
+            bootstrap_addr: where the room's DP rank is published; None if nobody asks there.
+            bootstrap_room: the room number.
+
+        Raises:
+            RoomInUse: the room has a sender here that was not cleared.
+            InputError: no room number, or the manager is not of the prefill side.
+        """
+        mgr.must_be(Side.PREFILL, "KVSender")
+        super().__init__(mgr, bootstrap_room)
+        self._facts: OfferFacts | None = None
+        self._aux_index = -1
+        self._pages_sent = 0
+        self._chunks = 0
+        node = mgr.node
+        self._open(lambda: node.open_offer(self._view))
+        mgr.publish_room(bootstrap_addr, self.bootstrap_room)
+
+    @classmethod
+    def from_facts(cls, mgr: KVManager, facts: SendFacts) -> KVSender:
+        """Open and init a room from what another process (the scheduler half) decided."""
+        sender = cls(mgr, facts.bootstrap_addr, facts.room)
+        sender.init(
+            facts.num_kv_indices, facts.aux_index, first_token=facts.first_token, num_tokens=facts.num_tokens,
+            tag=facts.tag,
+        )  # fmt: skip
+        return sender
+
+    def init(
+        self, num_kv_indices: int, aux_index: int = -1, *, first_token: int = 0, num_tokens: int | None = None,
+        tag: int = 0,
+    ) -> None:  # fmt: skip
+        """Say what will be sent; see BaseKVSender.
+
+        Raises:
+            InputError: a negative size, a slot that does not exist, or tokens that the pages can't hold.
+            ProtocolError: init was called before.
+        """
+        if self._facts is not None:
+            raise ProtocolError(f"room {self.bootstrap_room}: init() was called before")
+        side = Side.PREFILL.value
+        pages = whole_number(num_kv_indices, "num_kv_indices", side)
+        first = whole_number(first_token, "first_token", side)
+        if num_tokens is not None:
+            num_tokens = whole_number(num_tokens, "num_tokens", side, least=first)
+        if aux_index >= 0:
+            self.kv_mgr.node.aux.check(whole_number(aux_index, "aux_index", side), side)
+        facts = OfferFacts(pages, self.kv_mgr.spaces.page_tokens, first, num_tokens, whole_number(tag, "tag", side))
+        self._check_tokens(facts)
+        self._facts, self._aux_index = facts, aux_index
+        self._post(lambda number: self._book.init_offer(time.monotonic(), number, facts))
+
+    def send(
+        self, kv_indices: Indices, state_indices: StateIndices = None, *, num_kv_tokens: int | None = None,
+        after: Event | None = None,
+    ) -> None:  # fmt: skip
+        """Hand over one chunk; see BaseKVSender. The one that completes num_kv_indices is the last.
+
+        Raises:
+            InputError: wrong dtype or shape, a page outside of the pool, or more pages than init declared; in the
+                last case the room fails, on both sides.
+            ProtocolError: init was not called, or the last chunk was sent before.
+        """
+        facts = self._facts
+        if facts is None:
+            raise ProtocolError(f"room {self.bootstrap_room}: send() before init()", hint="say num_kv_indices first")
+        pages = self.kv_mgr.spaces.pack(kv_indices, state_indices)
+        count = len(pages.get(MAIN, b"")) // 4
+        self._check_count(facts, count, num_kv_tokens)
+        last = self._pages_sent + count == facts.num_pages
+        chunk = Chunk(self._chunks, self._pages_sent, pages, last)
+        aux = self.kv_mgr.node.aux.read(self._aux_index) if last and self._aux_index >= 0 else b""
+        self._pages_sent += count
+        self._chunks += 1
+        if not self._view.pages_s:
+            self._view.pages_s = time.monotonic()
+        query = after.query if after is not None else None
+        self._post(lambda number: self.kv_mgr.node.send(number, chunk, aux, query))
+
+    def pop_decode_prefix_len(self) -> int:
+        """Tokens that the decode side has already; 0 while it has not said so."""
+        return max(0, self._view.prefix_tokens)
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        """Whether a chunk is worth a send()."""
+        return num_pages > 0 or last_chunk
+
+    # -- helpers
+
+    def _check_tokens(self, facts: OfferFacts) -> None:
+        if facts.num_tokens is None or not facts.page_tokens:
+            return
+        if facts.num_tokens > facts.end_tokens:
+            raise InputError(
+                f"prefill room {self.bootstrap_room}: {facts.num_pages} pages from token {facts.first_token} on end "
+                f"at token {facts.end_tokens}, num_tokens is {facts.num_tokens}",
+                hint="num_kv_indices counts pages, not tokens",
+            )
+
+    def _check_count(self, facts: OfferFacts, count: int, num_kv_tokens: int | None) -> None:
+        sent = self._pages_sent + count
+        if self._chunks and self._pages_sent == facts.num_pages:
+            raise ProtocolError(f"room {self.bootstrap_room}: the last of {facts.num_pages} pages was sent before")
+        if sent > facts.num_pages:
+            cause = f"{sent} pages were sent, init() declared {facts.num_pages}"
+            self.fail(Code.PAGE_COUNT, cause, "send")
+            raise InputError(f"prefill room {self.bootstrap_room}: {cause}", hint="the room has failed on both sides")
+        if num_kv_tokens is not None and facts.page_tokens:
+            tokens = whole_number(num_kv_tokens, "num_kv_tokens", Side.PREFILL.value)
+            if not (count - 1) * facts.page_tokens < max(tokens, 1) <= max(1, count * facts.page_tokens):
+                raise InputError(
+                    f"prefill room {self.bootstrap_room}: {tokens} tokens do not fill {count} pages of "
+                    f"{facts.page_tokens} tokens",
+                    hint="num_kv_tokens counts the tokens in these pages",
+                )

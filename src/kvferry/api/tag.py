@@ -1,0 +1,15 @@
+"""Request tags: what keeps a re-used room number from joining two requests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+def request_tag(tokens: Sequence[int] | npt.NDArray[np.integer]) -> int:
+    """A 64-bit hash of a request's token ids, never 0; both schedulers know the tokens, so both get the same."""
+    data = np.ascontiguousarray(tokens, dtype="<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1

@@ -1,0 +1,180 @@
+"""Decode side: from a room to its sources: look up, dial, shake hands, elect. Runs on the control thread.
+
+Look-ups and reachability checks take place on the resolver's threads; what they find comes back as calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
+
+from kvferry.errors import BootstrapError, Code, KvferryError, Reason
+from kvferry.ids import PeerId
+from kvferry.node.conns import Conn
+from kvferry.node.links import Dialled
+from kvferry.node.resolver import check_reachable
+from kvferry.node.view import RoomView
+from kvferry.proto.effects import ClaimFacts, Kind
+from kvferry.proto.handshake import Handshake
+from kvferry.proto.rules import DRAINS, ClaimState, PeerState
+
+if TYPE_CHECKING:
+    from kvferry.node.node import Node
+
+REDIAL_S = 2.0
+"""How often a process is dialled whose earlier connection left pages without a proof."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a room's sources are.
+
+    Attributes:
+        key: equal keys are looked up once while all their connections stand.
+        find: returns their addresses; called on a resolver thread.
+    """
+
+    key: object
+    find: Callable[[], list[str]]
+
+
+class Claims:
+    """Claims on their way to their sources."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.aux_slots: dict[int, int] = {}
+        self._pending: dict[int, list[str] | None] = {}
+        self._known: dict[object, list[str]] = {}
+        self._dialling: set[str] = set()
+        self._lost: dict[PeerId, str] = {}
+        self._redial_at = 0.0
+        self._epoch = 0
+
+    def open(self, view: RoomView, tag: int, target: Target, trace: str) -> int:
+        """Open a claim and begin to find its sources; returns its number."""
+        number = self.node.book.claim(time.monotonic(), view.room, tag=tag, trace=trace)
+        self.node.views[Kind.CLAIM, number] = view
+        self._pending[number] = None
+        known = self._known.get(target.key)
+        if known is not None and all(address in self.node.conns.by_address for address in known):
+            self._found(number, target, known)
+        else:
+            self.node.resolver.run(target.find, lambda found: self._post(self._found, number, target, found))
+        return number
+
+    def metadata(self, number: int, facts: ClaimFacts, aux_slot: int) -> None:
+        """The claim's pages and its aux slot are known."""
+        self.aux_slots[number] = aux_slot
+        self.node.book.metadata(time.monotonic(), number, facts)
+
+    def write_aux(self, number: int, aux: bytes) -> None:
+        """Put a metadata row into the claim's slot."""
+        slot = self.aux_slots.get(number)
+        if slot is not None and slot >= 0:
+            self.node.aux.write(slot, aux)
+
+    def look(self) -> None:
+        """A connection became ready or was refused: see which claims can go on."""
+        for number in list(self._pending):
+            self._consider(number)
+
+    def connection_ended(self, conn: Conn) -> None:
+        """Fail what waited for it; remember where it led while pages wait for a proof."""
+        if not isinstance(conn.link, Dialled):
+            return
+        address = conn.link.address
+        self._known = {key: known for key, known in self._known.items() if address not in known}
+        if conn.peer is not None:
+            self._lost[conn.peer] = address
+        reason = conn.reason
+        if not conn.announced and reason is not None and reason.code is Code.PEER_LOST:
+            reason = self.node.where.reason(Code.UNREACHABLE, reason.cause, peer=address, stage="handshake")
+        for number, addresses in list(self._pending.items()):
+            if addresses is not None and address in addresses and reason is not None:
+                self._fail(number, reason)
+
+    def tick(self, now: float) -> None:
+        """Drop what is over; dial again where pages wait for a proof that only the other process can give."""
+        book = self.node.book
+        self.aux_slots = {number: slot for number, slot in self.aux_slots.items() if number in book.claims}
+        self._lost = {peer: address for peer, address in self._lost.items() if peer in book.peers}
+        if now < self._redial_at or self.node.is_prefill:
+            return
+        self._redial_at = now + REDIAL_S
+        for peer, address in self._lost.items():
+            record = book.peers[peer]
+            waiting = any(book.claims[number].state in DRAINS for number in record.claims)
+            if record.state is PeerState.LOST and waiting:
+                self._dial(address)
+
+    # -- helpers
+
+    def _post(self, action: Callable[..., None], *args: object) -> None:
+        self.node.control.call(lambda: action(*args))
+
+    def _found(self, number: int, target: Target, found: Union[list[str], KvferryError]) -> None:
+        if number not in self._pending:
+            return
+        if isinstance(found, KvferryError):
+            code = Code.NO_BOOTSTRAP if isinstance(found, BootstrapError) else Code.UNREACHABLE
+            self._fail(number, self.node.where.reason(code, str(found), stage="look-up of the prefill side"))
+            return
+        self._known[target.key] = self._pending[number] = found
+        for address in found:
+            self._dial(address)
+        self._consider(number)
+
+    def _dial(self, address: str) -> None:
+        if address in self._dialling or address in self.node.conns.by_address:
+            return
+        self._dialling.add(address)
+        self.node.resolver.run(check_reachable, lambda result: self._post(self._reached, address, result), address)
+
+    def _reached(self, address: str, result: Union[None, KvferryError]) -> None:
+        self._dialling.discard(address)
+        if isinstance(result, KvferryError):
+            reason = self.node.where.reason(Code.UNREACHABLE, str(result), peer=address, stage="connection")
+            self._known = {key: known for key, known in self._known.items() if address not in known}
+            for number, addresses in list(self._pending.items()):
+                if addresses is not None and address in addresses:
+                    self._fail(number, reason)
+            return
+        self._epoch += 1
+        node = self.node
+        handshake = Handshake(node.incarnation, node.register_info(), node.where, self._epoch)
+        routing_id = node.incarnation.to_bytes(8, "big") + self._epoch.to_bytes(4, "big")
+        conn = Conn(node.links.dial(address, routing_id), handshake)
+        conn.deadline = time.monotonic() + node.config.bootstrap_timeout_s
+        node.control.speak(node.conns.add(conn), repeat=False)
+
+    def _consider(self, number: int) -> None:
+        claim = self.node.book.claims.get(number)
+        if claim is None or claim.state is not ClaimState.RESOLVING:
+            self._pending.pop(number, None)
+            return
+        addresses = self._pending.get(number)
+        if addresses is None:
+            return
+        conns = [self.node.conns.by_address.get(address) for address in addresses]
+        refused = next((conn for conn in conns if conn is not None and conn.reason is not None), None)
+        if refused is not None:
+            assert refused.reason is not None
+            self._fail(number, refused.reason)
+        elif all(conn is not None and conn.announced for conn in conns):
+            self._resolve(number, addresses, claim.room)
+
+    def _resolve(self, number: int, addresses: list[str], room: int) -> None:
+        del self._pending[number]
+        group = self.node.conns.group_of(addresses)
+        if group.problem:
+            cause = f"incompatible: {group.problem}"
+            self._fail(number, self.node.where.reason(Code.INCOMPATIBLE, cause, stage="handshake"))
+        else:
+            self.node.book.resolved(time.monotonic(), number, group.sources(room))
+
+    def _fail(self, number: int, reason: Reason) -> None:
+        self._pending.pop(number, None)
+        self.node.book.fail(time.monotonic(), Kind.CLAIM, number, reason)

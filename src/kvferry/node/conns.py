@@ -1,0 +1,129 @@
+"""The connections of a node: each with its handshake, what the peer registered, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.errors import Code, Reason
+from kvferry.ids import PeerId
+from kvferry.layout import Layout, covers
+from kvferry.node.links import Dialled, Link
+from kvferry.plan import Election, Route, fan_in, route
+from kvferry.proto.effects import Source, Where
+from kvferry.proto.handshake import Handshake
+from kvferry.proto.rules import PeerState
+from kvferry.wire import KVArgsRegisterInfo
+
+
+@dataclass(eq=False)
+class Conn:
+    """One connection, dialled or accepted."""
+
+    link: Link
+    handshake: Handshake
+    route: Route | None = None
+    fan_in: int = 1
+    announced: bool = False
+    attaching: bool = False
+    speak_at: float = 0.0
+    probe_at: float = 0.0
+    deadline: float = 0.0
+    reason: Reason | None = None
+
+    @property
+    def peer(self) -> PeerId | None:
+        """The other end, once it has introduced itself."""
+        return self.handshake.peer
+
+    @property
+    def ready(self) -> bool:
+        """Both ends have registered."""
+        return self.handshake.state is PeerState.READY
+
+    @property
+    def theirs(self) -> KVArgsRegisterInfo:
+        """What the peer registered; only while ready."""
+        assert self.handshake.theirs is not None
+        return self.handshake.theirs
+
+
+@dataclass
+class Group:
+    """How the ranks of a prefill group share out one decode rank; computed once per set of connections.
+
+    Attributes:
+        conns: one per prefill rank, the one whose metadata row counts first: the last pipeline stage.
+        problem: why the group can't serve this rank; "" if it can.
+    """
+
+    conns: list[Conn]
+    election: Election
+    problem: str = ""
+
+    def sources(self, room: int) -> list[Source]:
+        """Who sends what for a room."""
+        found = []
+        for conn, share in zip(self.conns, self.election.shares(room), strict=True):
+            if share.involved:
+                assert conn.peer is not None
+                assert conn.route is not None
+                found.append(Source(conn.peer, conn.fan_in, share.elected, conn.route))
+        return found
+
+
+@dataclass
+class Conns:
+    """All connections by link, peer and dialled address; used by the control thread only."""
+
+    layout: Layout
+    group: tuple[Layout, ...]
+    by_link: dict[Link, Conn] = field(default_factory=dict)
+    by_peer: dict[PeerId, Conn] = field(default_factory=dict)
+    by_address: dict[str, Conn] = field(default_factory=dict)
+    _groups: dict[tuple[PeerId | None, ...], Group] = field(default_factory=dict)
+
+    def add(self, conn: Conn) -> Conn:
+        """Keep a new connection."""
+        self.by_link[conn.link] = conn
+        if isinstance(conn.link, Dialled):
+            self.by_address[conn.link.address] = conn
+        return conn
+
+    def remove(self, conn: Conn) -> None:
+        """Forget a connection."""
+        self.by_link.pop(conn.link, None)
+        if self.by_address.get(conn.link.address) is conn:
+            del self.by_address[conn.link.address]
+        if conn.peer is not None and self.by_peer.get(conn.peer) is conn:
+            del self.by_peer[conn.peer]
+        self._groups.clear()
+
+    def accept(self, conn: Conn, prefill: bool) -> None:
+        """The handshake has succeeded: compute what follows from the two layouts, once."""
+        assert conn.peer is not None
+        self.by_peer[conn.peer] = conn
+        if prefill:
+            conn.route = route(self.layout, conn.theirs.layout)
+        else:
+            conn.route = route(conn.theirs.layout, self.layout)
+            conn.fan_in = fan_in(conn.theirs.layout, self.group)
+
+    def group_of(self, addresses: list[str]) -> Group:
+        """The prefill group at these addresses; all of them are ready."""
+        conns = [self.by_address[address] for address in addresses]
+        conns.sort(key=lambda conn: _aux_order(conn.theirs.layout))
+        key = tuple(conn.peer for conn in conns)
+        if key not in self._groups:
+            layouts = [conn.theirs.layout for conn in conns]
+            self._groups[key] = Group(conns, Election(self.layout, layouts), covers(layouts, self.layout))
+        return self._groups[key]
+
+
+def _aux_order(layout: Layout) -> tuple[int, int, int]:
+    return -layout.rank.pp, layout.rank.cp, layout.rank.tp
+
+
+def lost_reason(where: Where, conn: Conn, cause: str) -> Reason:
+    """The connection's end, in words."""
+    peer = f"{conn.link.address} ({conn.peer})" if conn.peer else conn.link.address
+    return where.reason(Code.PEER_LOST, cause, peer=peer, stage="connection")

@@ -1,0 +1,357 @@
+"""The control thread: it owns the sockets, the timers and all room state of a node.
+
+It never waits for anything but its sockets: commands come from schedulers' threads, news from the mover and the
+resolver, all as calls in one queue behind one descriptor.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvferry.errors import Code, EngineError, Reason, WireError
+from kvferry.ids import KVPoll, PeerId
+from kvferry.node.batching import chunk_batches
+from kvferry.node.conns import Conn, lost_reason
+from kvferry.node.links import Received
+from kvferry.proto.effects import (
+    Changed,
+    Effect,
+    Expose,
+    Fence,
+    Forget,
+    Kind,
+    Release,
+    Revoke,
+    Send,
+    Stop,
+    Submit,
+    WriteAux,
+)
+from kvferry.proto.handshake import Handshake
+from kvferry.proto.rules import PeerState
+from kvferry.wire import Bye, Frame, Hello, KVArgsRegisterInfo, Refused, decode, encode
+
+if TYPE_CHECKING:
+    from kvferry.node.node import Node
+
+log = logging.getLogger("kvferry.node")
+
+AFTER_POLL_S = 0.001
+IDLE_POLL_S = 1.0
+MAX_STRANGERS = 10_000
+"""Accepted connections that have not finished the handshake; more are ignored."""
+
+
+class Control:
+    """The thread and its loop."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.book = node.book
+        self.conns = node.conns
+        self.links = node.links
+        self.calls: deque[Callable[[], None]] = deque()
+        self.waiting_after: list[tuple[int, int, Callable[[], bool]]] = []
+        self.running = True
+        self.beat = time.monotonic()
+        self._next_tick = 0.0
+        self.thread = threading.Thread(target=self._main, name="kvferry-control", daemon=True)
+
+    # -- any thread
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Have the control thread do something soon."""
+        self.calls.append(action)
+        self.links.wake()
+
+    def run(self, action: Callable[[], None]) -> None:
+        """Have the control thread do something, and wait for it; not for schedulers' calls."""
+        done = threading.Event()
+
+        def call() -> None:
+            action()
+            done.set()
+
+        self.call(call)
+        if not done.wait(30.0):
+            raise EngineError("the control thread did not answer within 30 s", hint="see health()")
+
+    # -- the thread
+
+    def _main(self) -> None:
+        try:
+            while self.running:
+                self._step()
+        except Exception as error:  # noqa: BLE001 - a thread's root: rooms are failed, health() says so
+            log.exception("the control thread died")
+            self.node.broken(f"the control thread died: {error!r}")
+            for view in list(self.node.views.values()):
+                reason = self.node.where.reason(Code.INTERNAL, f"the control thread died: {error!r}")
+                view.update(KVPoll.Failed, reason, foreign=False, bytes_landed=view.bytes_landed)
+        finally:
+            self.links.close()
+
+    def _step(self) -> None:
+        for received in self.links.poll(self._timeout()):
+            self._received(received)
+        while self.calls:
+            self.calls.popleft()()
+        if self.waiting_after:
+            self._poll_after()
+        now = self.beat = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + self.node.config.tick_s
+            self.book.on_tick(now)
+            self._tick_conns(now)
+            self.node.claims.tick(now)
+        self.perform()
+
+    def _timeout(self) -> float:
+        if self.calls:
+            return 0.0
+        if self.waiting_after:
+            return AFTER_POLL_S
+        if self.book.idle and all(conn.ready for conn in self.conns.by_link.values()):
+            self._next_tick = min(self._next_tick, time.monotonic() + IDLE_POLL_S)
+            return IDLE_POLL_S
+        return max(0.0, self._next_tick - time.monotonic()) + 0.001
+
+    def _poll_after(self) -> None:
+        """Ask the events that chunks wait for."""
+        still = []
+        for offer, chunk, query in self.waiting_after:
+            try:
+                done = query()
+            except Exception as error:  # noqa: BLE001 - the caller's object; the room fails, nothing else
+                cause = f"the chunk's `after` object raised in query(): {error!r}"
+                reason = self.node.where.reason(Code.INTERNAL, cause, stage="send")
+                self.book.fail(time.monotonic(), Kind.OFFER, offer, reason)
+                continue
+            if done:
+                self.book.chunk_ready(time.monotonic(), offer, chunk)
+            else:
+                still.append((offer, chunk, query))
+        self.waiting_after = still
+
+    # -- frames
+
+    def _received(self, received: Received) -> None:
+        conn = self.conns.by_link.get(received.link)
+        if received.data is None:
+            if conn is not None:
+                self.lose(conn, "the connection was closed or its heartbeats stopped")
+            return
+        if not received.data:  # a probe
+            return
+        try:
+            frame = decode(received.data)
+        except WireError as error:
+            self.book.counts["malformed"] += 1
+            log.warning("dropped a frame from %s: %s", received.link.address, error)
+            if conn is None:
+                self.links.drop(received.link)
+            return
+        if conn is None:
+            conn = self._stranger(received, frame)
+        if conn is not None:
+            self._frame(conn, frame)
+            self.perform()
+
+    def _stranger(self, received: Received, frame: Frame) -> Conn | None:
+        waiting = sum(not conn.ready for conn in self.conns.by_link.values())
+        if not isinstance(frame.message, Hello) or frame.message.peer != frame.source or waiting > MAX_STRANGERS:
+            self.book.counts["foreign"] += 1
+            self.links.drop(received.link)
+            return None
+        handshake = Handshake(self.node.incarnation, self.node.register_info(), self.node.where, None)
+        conn = Conn(received.link, handshake, deadline=time.monotonic() + self.node.config.bootstrap_timeout_s)
+        return self.conns.add(conn)
+
+    def _frame(self, conn: Conn, frame: Frame) -> None:
+        message = frame.message
+        if isinstance(message, (Hello, KVArgsRegisterInfo, Refused)):
+            if isinstance(message, Hello) and message.peer != frame.source:
+                self.book.counts["foreign"] += 1
+                return
+            if isinstance(message, KVArgsRegisterInfo) and frame.source != conn.peer:
+                self.book.counts["foreign"] += 1
+                return
+            conn.handshake.hear(message)
+            self._progress(conn)
+        elif frame.source != conn.peer or frame.destination != conn.handshake.me:
+            self.book.counts["foreign"] += 1
+        elif isinstance(message, Bye):
+            cause = str(message.reason) if message.reason else "the peer said goodbye"
+            self.lose(conn, cause)
+        elif not conn.ready:
+            self.book.counts["foreign"] += 1
+        else:
+            self.book.receive(time.monotonic(), frame.source, message)  # type: ignore[arg-type]
+
+    # -- connections
+
+    def _progress(self, conn: Conn) -> None:
+        """Go on with a handshake as far as it goes."""
+        shake = conn.handshake
+        if self.node.is_prefill and shake.theirs is not None and not conn.attaching and shake.peer is not None:
+            conn.attaching = True
+            self.conns.by_peer[shake.peer] = conn
+            self.node.mover.attach(shake.peer, shake.theirs.engines[self.node.engine_name])
+        if conn.ready and not conn.announced:
+            conn.announced = True
+            self.conns.accept(conn, self.node.is_prefill)
+            assert conn.peer is not None
+            assert conn.route is not None
+            self.book.peer_ready(time.monotonic(), conn.peer, conn.route)
+            self.node.claims.look()
+        if shake.state is PeerState.REFUSED and conn.reason is None:
+            conn.reason = shake.reason
+            log.warning("peer %s refused: %s", conn.link.address, shake.reason)
+            self.node.claims.look()
+        self.speak(conn, repeat=False)
+
+    def attached(self, peer: PeerId, cause: str) -> None:
+        """The mover has connected the engine to a peer, or not."""
+        conn = self.conns.by_peer.get(peer)
+        if conn is not None and not conn.announced:
+            conn.handshake.attached(cause)
+            self._progress(conn)
+
+    def speak(self, conn: Conn, *, repeat: bool) -> None:
+        """Send what the handshake has to say; `repeat`: a heartbeat has passed."""
+        shake = conn.handshake
+        for message in shake.say(repeat):
+            self.transmit(conn, Frame(shake.me, shake.peer, message))
+
+    def transmit(self, conn: Conn, frame: Frame) -> None:
+        """Hand a frame to a connection."""
+        if not self.links.send(conn.link, encode(frame)):
+            self.lose(conn, "the connection is gone")
+
+    def lose(self, conn: Conn, cause: str) -> None:
+        """A connection is gone: its rooms fail; nothing is released by that."""
+        if self.conns.by_link.get(conn.link) is not conn:
+            return
+        reason = lost_reason(self.node.where, conn, cause)
+        conn.reason = conn.reason or reason
+        self.conns.remove(conn)
+        self.links.drop(conn.link)
+        if conn.peer is not None:
+            self.book.peer_lost(time.monotonic(), conn.peer, reason)
+            if self.node.is_prefill:
+                self.node.mover.detach(conn.peer)
+        self.node.claims.connection_ended(conn)
+
+    def _tick_conns(self, now: float) -> None:
+        """Repeat handshakes, probe accepted connections, give up on those that never become ready."""
+        heartbeat_s = self.node.config.heartbeat_s
+        for conn in list(self.conns.by_link.values()):
+            if not conn.ready:
+                repeat = now >= conn.speak_at
+                if repeat:
+                    conn.speak_at = now + heartbeat_s
+                self.speak(conn, repeat=repeat)
+                if now >= conn.deadline:
+                    self.lose(conn, f"no handshake within {self.node.config.bootstrap_timeout_s:g} s")
+            elif now >= conn.probe_at:
+                self.speak(conn, repeat=False)
+                conn.probe_at = now + heartbeat_s
+                if not self.links.send(conn.link, b""):
+                    self.lose(conn, "the connection is gone (heartbeats stopped, or the process ended)")
+
+    # -- effects
+
+    def perform(self) -> None:
+        """Do what the book asks for."""
+        while effects := self.book.take_effects():
+            for effect in effects:
+                _DO[type(effect)](self, effect)
+
+    def _send(self, effect: Send) -> None:
+        conn = self.conns.by_peer.get(effect.peer)
+        if conn is not None:
+            self.transmit(conn, Frame(conn.handshake.me, effect.peer, effect.message))
+
+    def _submit(self, effect: Submit) -> None:
+        conn = self.conns.by_peer.get(effect.peer)
+        if conn is None or conn.route is None:
+            self.book.job_failed(time.monotonic(), effect.job, "the connection is gone", quiet=True)
+            return
+        route, limits = conn.route, self.node.limits
+        self.node.mover.write(effect.job, effect.peer, lambda: chunk_batches(route, effect, limits))
+
+    def _stop(self, effect: Stop) -> None:
+        self.node.mover.stop(effect.job)
+
+    def _release(self, effect: Release) -> None:
+        view = self.node.views.get((effect.kind, effect.id))
+        if view is not None:
+            view.release()
+
+    def _changed(self, effect: Changed) -> None:
+        view = self.node.views.get((effect.kind, effect.id))
+        things = self.book.offers if effect.kind is Kind.OFFER else self.book.claims
+        thing = things.get(effect.id)  # type: ignore[attr-defined]
+        if view is None or thing is None:
+            return
+        if effect.kind is Kind.OFFER and thing.links and view.prefix_tokens < 0:
+            self._learn_prefix(effect.id)
+        where = self.node.where
+        foreign = thing.reason is not None and (thing.reason.side, thing.reason.rank) != (where.side, where.rank)
+        landed = thing.bytes_landed
+        view.update(thing.poll, thing.reason, foreign, landed)
+
+    def _learn_prefix(self, offer: int) -> None:
+        view = self.node.views[Kind.OFFER, offer]
+        links = self.book.offers[offer].links
+        if all(link.info.pages or link.info.phase.value == "pages" for link in links):
+            view.prefix_tokens = min(link.info.prefix_tokens for link in links)
+
+    def _write_aux(self, effect: WriteAux) -> None:
+        self.node.claims.write_aux(effect.claim, effect.aux)
+
+    def _expose(self, effect: Expose) -> None:
+        facts = self.book.claims[effect.claim].facts
+        assert facts is not None
+        self.node.grant(effect.peers, effect.claim, facts.pages)
+        view = self.node.views.get((Kind.CLAIM, effect.claim))
+        if view is not None:
+            view.pages_s = time.monotonic()
+
+    def _revoke(self, effect: Revoke) -> None:
+        for peer in effect.peers:
+            self.node.grants.drop(peer, effect.claim)
+
+    def _fence(self, effect: Fence) -> None:
+        self.node.mover.fence(effect.peer, effect.claim)
+
+    def _forget(self, effect: Forget) -> None:
+        self.node.views.pop((effect.kind, effect.id), None)
+
+    # -- the end
+
+    def dismiss(self, reason: Reason) -> None:
+        """Say goodbye to every peer; they shake hands anew when they need to."""
+        for conn in list(self.conns.by_link.values()):
+            if conn.peer is not None:
+                self.links.send(conn.link, encode(Frame(conn.handshake.me, conn.peer, Bye(reason))))
+            self.lose(conn, reason.cause)
+
+    def leave(self, reason: Reason) -> None:
+        """Say goodbye to every peer and end the loop."""
+        for conn in list(self.conns.by_link.values()):
+            if conn.peer is not None:
+                self.links.send(conn.link, encode(Frame(conn.handshake.me, conn.peer, Bye(reason))))
+        self.running = False
+
+
+_DO: dict[type[Effect], Callable[[Control, Effect], None]] = {  # type: ignore[assignment]
+    Send: Control._send, Submit: Control._submit, Stop: Control._stop, Release: Control._release,
+    Changed: Control._changed, WriteAux: Control._write_aux, Expose: Control._expose, Revoke: Control._revoke,
+    Fence: Control._fence, Forget: Control._forget,
+}  # fmt: skip

@@ -1,0 +1,220 @@
+"""The control plane's sockets: one bound ROUTER, one DEALER per dialled peer. Used by one thread.
+
+A dialled connection is watched through its own monitor, an accepted one through ROUTER_MANDATORY: sending to a
+peer that is gone fails at once. Heartbeats are libzmq's own, which runs in C: a process that holds the GIL for
+seconds stays connected, a stopped or killed one is noticed. Nothing here ever blocks or reconnects.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.errors import AddressError
+
+MAX_FRAME_BYTES = 64 << 20
+MAX_SOCKETS = 16384
+BURST = 256
+"""Frames taken from one socket before the others have their turn."""
+
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_LOST |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Link:
+    """One connection; `address` is for texts."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+
+class Accepted(Link):
+    """A connection that the other side made."""
+
+    def __init__(self, routing_id: bytes) -> None:
+        super().__init__(f"accepted {routing_id.hex()}")
+        self.routing_id = routing_id
+
+
+class Dialled(Link):
+    """A connection that this side made."""
+
+    def __init__(self, address: str, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+        super().__init__(address)
+        self.socket = socket
+        self.monitor = monitor
+
+
+@dataclass(frozen=True)
+class Received:
+    """A frame, or, with data None, the news that the connection is gone."""
+
+    link: Link
+    data: bytes | None
+
+
+class Links:
+    """All connections of a node, and the descriptor that wakes its thread."""
+
+    def __init__(self, host: str, ports: tuple[int, int], heartbeat_s: float, timeout_s: float) -> None:
+        self._heartbeat_ms, self._timeout_ms = int(heartbeat_s * 1000), int(timeout_s * 1000)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._poller = zmq.Poller()
+        self._dialled: dict[zmq.Socket[bytes], Dialled] = {}
+        self._accepted: dict[bytes, Accepted] = {}
+        self._wake_lock = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._router = self._socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self.port = self._bind(host, ports)
+        except BaseException:
+            self.close()
+            raise
+        self._poller.register(self._router, zmq.POLLIN)
+
+    # -- any thread
+
+    def wake(self) -> None:
+        """Make a running or the next `poll` return."""
+        with self._wake_lock:  # close() may run at the same time; a reused descriptor is not ours to write
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    # -- the owner
+
+    def dial(self, address: str, routing_id: bytes) -> Dialled:
+        """Begin to connect to "tcp://host:port"."""
+        socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        monitor = socket.get_monitor_socket(_LOST)
+        link = Dialled(address, socket, monitor)
+        self._dialled[socket] = self._dialled[monitor] = link
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        socket.connect(address)
+        return link
+
+    def send(self, link: Link, data: bytes) -> bool:
+        """Hand a frame to a connection; False if the connection is gone. A full queue drops the frame."""
+        try:
+            if isinstance(link, Accepted):
+                self._router.send_multipart([link.routing_id, data], zmq.NOBLOCK)
+            elif isinstance(link, Dialled):
+                link.socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return True
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
+    def poll(self, timeout_s: float) -> Iterator[Received]:
+        """Wait for frames, news or a wake-up; yields what is there."""
+        for item, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
+            if item is self._router:
+                yield from self._from_router()
+            elif item == self._wake:
+                _drain(self._wake)
+            elif item in self._dialled:
+                yield from self._from_dialled(item, self._dialled[item])
+
+    def drop(self, link: Link) -> None:
+        """Close a connection that this side made; forget one that the other side made."""
+        if isinstance(link, Accepted):
+            self._accepted.pop(link.routing_id, None)
+        elif isinstance(link, Dialled) and link.socket in self._dialled:
+            for socket in (link.socket, link.monitor):
+                self._poller.unregister(socket)
+                del self._dialled[socket]
+            link.socket.disable_monitor()
+            link.monitor.close(0)
+            link.socket.close(200)
+
+    def close(self) -> None:
+        """Close everything; frames that were handed over have 0.2 s to leave."""
+        for link in set(self._dialled.values()):
+            self.drop(link)
+        self._router.close(200)
+        self._context.term()
+        with self._wake_lock:
+            wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)
+
+    # -- helpers
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.SNDHWM, 100_000)
+        socket.setsockopt(zmq.RCVHWM, 100_000)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, self._timeout_ms)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._timeout_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, max(100, self._timeout_ms // 100 * 100))
+        return socket
+
+    def _bind(self, host: str, ports: tuple[int, int]) -> int:
+        bracketed = f"[{host}]" if ":" in host else host
+        last: zmq.ZMQError | None = None
+        for port in range(ports[0], ports[1] + 1):
+            try:
+                self._router.bind(f"tcp://{bracketed}:{port or '*'}")
+            except zmq.ZMQError as error:
+                last = error
+                continue
+            endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
+            return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
+        raise AddressError(
+            f"control plane: cannot bind {host} port {ports[0]}{f'-{ports[1]}' if ports[1] > ports[0] else ''}: {last}",
+            hint="choose a free port or range (control_ports), or 0; check that the address is one of this host",
+        )
+
+    def _from_router(self) -> Iterator[Received]:
+        for _ in range(BURST):
+            try:
+                parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            routing_id = parts[0]
+            link = self._accepted.get(routing_id)
+            if link is None:
+                link = self._accepted[routing_id] = Accepted(routing_id)
+            yield Received(link, parts[1] if len(parts) == 2 else b"".join(parts[1:]) + b"multipart")
+
+    def _from_dialled(self, item: zmq.Socket[bytes], link: Dialled) -> Iterator[Received]:
+        if item is link.monitor:
+            recv_monitor_message(link.monitor, zmq.NOBLOCK)
+            yield from self._frames(link)  # what came before the end is still heard
+            yield Received(link, None)
+        else:
+            yield from self._frames(link)
+
+    def _frames(self, link: Dialled) -> Iterator[Received]:
+        for _ in range(BURST):
+            if link.socket.closed:  # dropped by whoever took the frame before
+                return
+            try:
+                parts = link.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield Received(link, parts[0] if len(parts) == 1 else b"".join(parts) + b"multipart")
+
+
+def _drain(descriptor: int) -> None:
+    try:
+        os.eventfd_read(descriptor)
+    except BlockingIOError:
+        return

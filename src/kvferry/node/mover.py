@@ -1,0 +1,269 @@
+"""The mover: the one thread that calls the engine. Jobs become batches; batches become outcomes.
+
+Jobs take turns batch by batch, so that a large room can't hold up a small one, and an abort is "submit no further
+batch". A job ends when nothing of it is out any more, or when what is out ended without a proof; the proof (QUIET)
+is reported when the engine has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvferry.engines.seam import Batch, Done, Engine, Outcome, Region, Ticket
+from kvferry.errors import KvferryError
+from kvferry.ids import PeerId
+
+log = logging.getLogger("kvferry.mover")
+
+BUSY_POLL_S = 0.001
+IDLE_POLL_S = 0.05
+"""How often the engine is asked while only fences or missing proofs are awaited."""
+
+
+@dataclass
+class Reports:
+    """Whom the mover tells; each is called on the mover's thread and must only pass the news on."""
+
+    progress: Callable[[int], None]
+    landed: Callable[[int, int], None]
+    failed: Callable[[int, str, bool], None]
+    quiet: Callable[[int], None]
+    attached: Callable[[PeerId, str], None]
+    fenced: Callable[[PeerId, "int | None"], None]
+    broken: Callable[[str], None]
+
+
+@dataclass
+class Job:
+    """One chunk on its way to one peer."""
+
+    number: int
+    peer: PeerId
+    batches: Callable[[], Iterator[Batch]]
+    pending: Iterator[Batch] | None = None
+    out: dict[Ticket, int] = field(default_factory=dict)
+    unproven: set[Ticket] = field(default_factory=set)
+    landed_bytes: int = 0
+    exhausted: bool = False
+    cause: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is submitted, and every ticket has ended one way or another."""
+        return (self.exhausted or bool(self.cause)) and not self.out
+
+
+class Mover:
+    """Owns the engine's thread. All public methods may be called from any thread."""
+
+    def __init__(self, engine: Engine, reports: Reports, batches_in_flight: int) -> None:
+        self._engine = engine
+        self._reports = reports
+        self._in_flight = batches_in_flight
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ready: deque[Job] = deque()
+        self._jobs: dict[int, Job] = {}
+        self._by_ticket: dict[Ticket, Job] = {}
+        self._attaching: dict[Ticket, PeerId] = {}
+        self._fences: dict[Ticket, tuple[PeerId, int | None]] = {}
+        self._peer_out: dict[PeerId, int] = {}
+        self._running = True
+        self._thread = threading.Thread(target=self._main, name="kvferry-mover", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; the engine is open already."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def write(self, job: int, peer: PeerId, batches: Callable[[], Iterator[Batch]]) -> None:
+        """Begin a job; `batches` is called on the mover's thread."""
+        self._inbox.put(lambda: self._begin(Job(job, peer, batches)))
+
+    def stop(self, job: int) -> None:
+        """Submit nothing more of a job."""
+        self._inbox.put(lambda: self._stop(job))
+
+    def attach(self, peer: PeerId, blob: bytes) -> None:
+        """Connect the engine to a peer."""
+        self._inbox.put(lambda: self._attach(peer, blob))
+
+    def detach(self, peer: PeerId) -> None:
+        """Let the engine forget a peer."""
+        self._inbox.put(lambda: self._engine.detach(peer))
+
+    def fence(self, peer: PeerId, claim: int | None) -> None:
+        """Ask for a proof."""
+        self._inbox.put(lambda: self._fences.__setitem__(self._engine.fence(peer, claim), (peer, claim)))
+
+    def register(self, regions: list[Region]) -> BaseException | None:
+        """Replace the registered regions and wait for it; returns what went wrong."""
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def call() -> None:
+            try:
+                self._engine.register(regions)
+            except KvferryError as error:
+                done.put(error)
+            else:
+                done.put(None)
+
+        self._inbox.put(call)
+        return done.get(timeout=60)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the thread and close the engine."""
+        self._inbox.put(self._end)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    # -- the thread
+
+    def _main(self) -> None:
+        try:
+            while self._running:
+                self._take_inbox()
+                self._submit_some()
+                self._collect()
+        except Exception as error:  # noqa: BLE001 - a thread's root: the node is told, and says so in health()
+            log.exception("the mover of engine %s died", self._engine.name)
+            self._reports.broken(f"the mover thread of engine {self._engine.name} died: {error!r}")
+        finally:
+            self._engine.close()
+
+    def _take_inbox(self) -> None:
+        timeout: float | None = None
+        if self._ready or self._attaching or any(job.out for job in self._jobs.values()):
+            timeout = 0.0
+        elif self._by_ticket or self._fences:
+            timeout = IDLE_POLL_S
+        try:
+            call = self._inbox.get(timeout != 0.0, timeout or None)
+            while self._running:
+                call()
+                call = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _end(self) -> None:
+        self._running = False
+
+    def _attach(self, peer: PeerId, blob: bytes) -> None:
+        try:
+            self._attaching[self._engine.attach(peer, blob)] = peer
+        except KvferryError as error:
+            self._reports.attached(peer, str(error))
+
+    def _begin(self, job: Job) -> None:
+        self._jobs[job.number] = job
+        self._ready.append(job)
+
+    def _stop(self, number: int) -> None:
+        job = self._jobs.get(number)
+        if job is not None and not job.cause:
+            job.cause = "stopped"
+            self._settle(job)
+
+    def _submit_some(self) -> None:
+        """One batch of each job that may submit one."""
+        for _ in range(len(self._ready)):
+            job = self._ready.popleft()
+            if job.cause or job.exhausted:
+                self._settle(job)
+            elif self._peer_out.get(job.peer, 0) >= self._in_flight:
+                self._ready.append(job)
+            elif self._submit_next(job):
+                self._ready.append(job)
+            else:
+                self._settle(job)
+
+    def _submit_next(self, job: Job) -> bool:
+        try:
+            if job.pending is None:
+                job.pending = job.batches()
+            batch = next(job.pending, None)
+            if batch is None:
+                job.exhausted = True
+                return False
+        except Exception as error:  # noqa: BLE001 - a plan that can't be made fails this room, not the mover
+            job.cause = f"the plan can't be made: {error}"
+            return False
+        try:
+            ticket = self._engine.submit(job.peer, batch)
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises here, part of the batch may be out
+            log.exception("engine %s raised in submit", self._engine.name)
+            job.cause = f"engine {self._engine.name} raised in submit: {error!r}"
+            job.unproven.add(-job.number)
+            return False
+        job.out[ticket] = batch.total_bytes
+        self._by_ticket[ticket] = job
+        self._peer_out[job.peer] = self._peer_out.get(job.peer, 0) + 1
+        return True
+
+    def _collect(self) -> None:
+        if not (self._by_ticket or self._attaching or self._fences):
+            return
+        out = bool(self._attaching) or any(job.out for job in self._jobs.values())
+        waiting = out and not self._may_submit()
+        for done in self._engine.poll(BUSY_POLL_S if waiting else 0.0):
+            if done.ticket in self._attaching:
+                peer = self._attaching.pop(done.ticket)
+                self._reports.attached(peer, "" if done.outcome is Outcome.LANDED else _text(done))
+            elif done.ticket in self._fences:
+                peer, claim = self._fences.pop(done.ticket)
+                if done.outcome is Outcome.LANDED:
+                    self._reports.fenced(peer, claim)
+            elif done.ticket in self._by_ticket:
+                self._ended(self._by_ticket[done.ticket], done)
+
+    def _may_submit(self) -> bool:
+        return any(self._peer_out.get(job.peer, 0) < self._in_flight for job in self._ready)
+
+    def _ended(self, job: Job, done: Done) -> None:
+        if done.outcome is Outcome.QUIET:
+            self._proven(job, done.ticket)
+            return
+        nbytes = job.out.pop(done.ticket, None)
+        if nbytes is None:
+            return
+        self._peer_out[job.peer] -= 1
+        if done.outcome is Outcome.FAILED_UNKNOWN:
+            job.unproven.add(done.ticket)
+        else:
+            del self._by_ticket[done.ticket]
+        if done.outcome is Outcome.LANDED:
+            job.landed_bytes += nbytes
+            if not job.over:
+                self._reports.progress(job.number)
+        elif not job.cause or job.cause == "stopped":
+            job.cause = _text(done)
+        self._settle(job)
+
+    def _proven(self, job: Job, ticket: Ticket) -> None:
+        self._by_ticket.pop(ticket, None)
+        job.unproven.discard(ticket)
+        if job.over and not job.unproven:
+            self._reports.quiet(job.number)
+
+    def _settle(self, job: Job) -> None:
+        """Report a job that has ended, once."""
+        if not job.over or self._jobs.pop(job.number, None) is None:
+            return
+        if not self._peer_out.get(job.peer, 1):
+            del self._peer_out[job.peer]
+        if job.cause:
+            self._reports.failed(job.number, job.cause, not job.unproven)
+        else:
+            self._reports.landed(job.number, job.landed_bytes)
+
+
+def _text(done: Done) -> str:
+    return f"{done.cause} [{done.native}]" if done.native else done.cause

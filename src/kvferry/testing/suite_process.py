@@ -1,0 +1,194 @@
+"""A second process with an engine of its own, told what to do by JSON lines: what the engine suite kills and stops.
+
+Run as `python -m kvferry.testing.suite_process ENGINE OPTIONS_JSON INCARNATION POOL_BYTES`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+
+from kvferry.engines import find
+from kvferry.engines.grants import GrantTable
+from kvferry.engines.seam import Batch, Done, EngineConfig, Region, Ticket
+from kvferry.ids import PeerId
+
+_IDLE_POLL_S = 0.002
+_ANSWER_S = 20.0
+
+Command = dict[str, Any]
+
+
+class EngineProcess:
+    """The handle of a started process.
+
+    Attributes:
+        peer: its identity.
+        blob: what its engine describes.
+        address: where its pool of nbytes bytes lies, in its own address space.
+    """
+
+    def __init__(
+        self, engine: str, options: dict[str, str], incarnation: int, nbytes: int, prefix: tuple[str, ...] = ()
+    ) -> None:
+        command = [*prefix, sys.executable, "-m", __name__, engine, json.dumps(options), str(incarnation), str(nbytes)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(  # noqa: S603 - the command is ours
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        self._is_stopped = False
+        self._buffered = b""
+        self.peer = PeerId(incarnation)
+        self.nbytes = nbytes
+        hello = self._read()
+        self.blob = bytes.fromhex(hello["blob"])
+        self.address = int(hello["address"])
+
+    def do(self, what: str, **arguments: object) -> Command:
+        """Send one command and wait for its answer, at most 20 s."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def attach(self, peer: PeerId, blob: bytes) -> Command:
+        """Let it attach to a peer; the answer has outcome and cause."""
+        return self.do("attach", peer=[peer.incarnation, peer.epoch], blob=blob.hex())
+
+    def flood(self, peer: PeerId, claim: int, address: int) -> None:
+        """Let it write its pool to an address again and again, each time with other bytes."""
+        self.do("flood", peer=[peer.incarnation, peer.epoch], claim=claim, dst=address)
+
+    def stop(self) -> None:
+        """SIGSTOP it, and wait until it has stopped."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+        self._is_stopped = True
+
+    def go_on(self) -> None:
+        """SIGCONT it."""
+        self._process.send_signal(signal.SIGCONT)
+        self._is_stopped = False
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait for its end. May be called twice."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+
+    def _read(self) -> Command:
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        while b"\n" not in self._buffered:
+            if not select.select([fd], [], [], _ANSWER_S)[0]:
+                raise TimeoutError(f"the engine process said nothing for {_ANSWER_S:.0f} s")
+            raw = os.read(fd, 1 << 20)
+            if not raw:
+                raise EOFError(f"the engine process ended with {self._process.wait()}")
+            self._buffered += raw
+        line, _, self._buffered = self._buffered.partition(b"\n")
+        answer: Command = json.loads(line)
+        return answer
+
+
+class _Worker:
+    """The process's own side: one engine, one pool, one command at a time."""
+
+    def __init__(self, engine: str, options: dict[str, str], me: PeerId, nbytes: int) -> None:
+        self.pool = np.full(nbytes, 0xEE, np.uint8)
+        self.grants = GrantTable()
+        self.engine = find.load(engine)
+        self.engine.open(EngineConfig(me, self.grants, options=options))
+        self.engine.register([Region(self.pool.ctypes.data, nbytes)])
+        self._flooding: Command | None = None
+        self._rounds = 0
+
+    def run(self) -> None:
+        """Answer commands until the other end closes."""
+        _say({"blob": self.engine.describe().hex(), "address": self.pool.ctypes.data})
+        while True:
+            if select.select([sys.stdin], [], [], 0)[0]:
+                line = sys.stdin.readline()
+                if not line:
+                    break
+                command = json.loads(line)
+                _say(getattr(self, f"on_{command['do']}")(command))
+            elif self._flooding is not None:
+                self._flood_once(self._flooding)
+            else:
+                self.engine.poll(_IDLE_POLL_S)
+        self.engine.close()
+
+    def on_attach(self, command: Command) -> Command:
+        return self._settled(self.engine.attach(PeerId(*command["peer"]), bytes.fromhex(command["blob"])))
+
+    def on_grant(self, command: Command) -> Command:
+        start = self.pool.ctypes.data
+        self.grants.add(PeerId(*command["peer"]), command["claim"], [start], [start + self.pool.nbytes])
+        return {}
+
+    def on_write(self, command: Command) -> Command:
+        self.pool[:] = command["fill"]
+        return self._settled(self._submit(command))
+
+    def on_flood(self, command: Command) -> Command:
+        self._flooding = command
+        return {}
+
+    def on_detach(self, command: Command) -> Command:
+        self._flooding = None
+        self.engine.detach(PeerId(*command["peer"]))
+        return {}
+
+    def on_info(self, _command: Command) -> Command:
+        info = getattr(self.engine, "info", None)
+        return {"info": info() if info is not None else {}, "rounds": self._rounds}
+
+    def on_bytes(self, command: Command) -> Command:
+        return {"bytes": self.pool[command["offset"] : command["offset"] + command["nbytes"]].tobytes().hex()}
+
+    def _flood_once(self, command: Command) -> None:
+        self._rounds += 1
+        self.pool[:] = self._rounds % 251
+        self._settle(self._submit(command))
+
+    def _submit(self, command: Command) -> Ticket:
+        nbytes = np.array([self.pool.nbytes], np.uint64)
+        src = np.array([self.pool.ctypes.data], np.uint64)
+        dst = np.array([command["dst"]], np.uint64)
+        return self.engine.submit(
+            PeerId(*command["peer"]), Batch(src, dst, nbytes, self.pool.nbytes, command["claim"])
+        )
+
+    def _settle(self, ticket: Ticket) -> Done:
+        while True:
+            for done in self.engine.poll(0.1):
+                if done.ticket == ticket:
+                    return done
+
+    def _settled(self, ticket: Ticket) -> Command:
+        done = self._settle(ticket)
+        return {"outcome": done.outcome.value, "cause": done.cause, "native": done.native}
+
+
+def _say(answer: Command) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _main() -> None:
+    engine, options, incarnation, nbytes = sys.argv[1:]
+    _Worker(engine, json.loads(options), PeerId(int(incarnation)), int(nbytes)).run()
+
+
+if __name__ == "__main__":
+    _main()
