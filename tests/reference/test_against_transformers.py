@@ -1,0 +1,131 @@
+"""The numpy model against transformers' LlamaForCausalLM in float32, on the same dequantised weights.
+
+Run by `make reference`, in an environment of its own that has torch and transformers; both are imported
+inside the functions only, so that the default run can collect this file without them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.serve.cache import PagedCache
+from kvferry.serve.generate import greedy, prefill
+from kvferry.serve.model import Model
+from kvferry.serve.tokenizer import load_tokenizer
+from kvferry.serve.weights import ModelConfig, Weights, find_model, load
+
+pytestmark = [
+    pytest.mark.reference,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),  # other packages' warnings are not ours to fix
+]
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Count from 1 to 20, in digits, separated by commas.",
+    "Write one sentence about a ferry that crosses a river in the fog, then one about its captain.",
+)
+NEW_TOKENS = 20
+MOST_LOGIT_DIFFERENCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return load(find_model(None))
+
+
+@pytest.fixture(scope="module")
+def transformers_model(weights: Weights) -> Any:
+    import torch
+    import transformers
+
+    c = weights.config
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab,
+        hidden_size=c.hidden,
+        intermediate_size=c.ffn,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        rms_norm_eps=c.rms_eps,
+        max_position_embeddings=c.context_tokens,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        tie_word_embeddings=c.tied_embeddings,
+        attn_implementation="eager",
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.float32).eval()
+    state = {name: torch.from_numpy(np.array(values)) for name, values in state_dict(weights).items()}
+    model.load_state_dict(state, strict=True)
+    return model
+
+
+def state_dict(weights: Weights) -> dict[str, np.ndarray]:
+    """The weights under transformers' names, q, k, v, gate and up apart again."""
+    c: ModelConfig = weights.config
+    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    state = {
+        "model.embed_tokens.weight": weights.embedding,
+        "model.norm.weight": weights.norm,
+        "lm_head.weight": weights.lm_head,
+    }
+    for i, layer in enumerate(weights.layers):
+        q, k, v = np.split(layer.qkv, (queries, queries + keys))
+        gate, up = np.split(layer.gate_up, 2)
+        parts = {
+            "input_layernorm": layer.attention_norm,
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "self_attn.o_proj": layer.attention_out,
+            "post_attention_layernorm": layer.mlp_norm,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": layer.down,
+        }
+        state |= {f"model.layers.{i}.{name}.weight": values for name, values in parts.items()}
+    return state
+
+
+def numpy_run(weights: Weights, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+    """(tokens[NEW_TOKENS], logits[NEW_TOKENS, vocab]) of the numpy model, with a float32 cache."""
+    c, model = weights.config, Model(weights)
+    cache = PagedCache(range(c.layers), range(c.kv_heads), c.head_dim, 16, dtype="float32")
+    pages = cache.allocate(16)
+    first, logits = prefill(model, cache, pages, prompt)
+    steps = [(first, logits), *greedy(model, cache, pages, first, len(prompt), NEW_TOKENS - 1)]
+    return [token for token, _ in steps], np.array([logits for _, logits in steps])
+
+
+def transformers_run(model: Any, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+    """The same of transformers, which chooses its own tokens and computes the whole text anew for each."""
+    import torch
+
+    tokens: list[int] = []
+    logits: list[np.ndarray] = []
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            out = model(torch.tensor([prompt + tokens]), use_cache=False)
+            logits.append(out.logits[0, -1].numpy())
+            tokens.append(int(logits[-1].argmax()))
+    return tokens, np.array(logits)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_tokens_are_equal_and_logits_close(
+    weights: Weights, transformers_model: Any, question: str, record_property: Any
+) -> None:
+    prompt = load_tokenizer(find_model(None)).encode_chat([("user", question)])
+    tokens, logits = numpy_run(weights, prompt)
+    expected_tokens, expected_logits = transformers_run(transformers_model, prompt)
+    assert tokens == expected_tokens
+    differences = np.abs(logits - expected_logits).max(axis=1)
+    record_property("prefill_max_abs_difference", float(differences[0]))
+    record_property("decode_max_abs_difference", float(differences[1:].max()))
+    print(
+        f"{len(prompt)} tokens: max |dlogit| prefill {differences[0]:.2e}, decode {differences[1:].max():.2e}"
+    )
+    assert differences.max() <= MOST_LOGIT_DIFFERENCE
