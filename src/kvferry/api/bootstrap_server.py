@@ -14,6 +14,7 @@ class KVBootstrapServer(BaseKVBootstrapServer):
     Attributes:
         port: the real port.
         url: where it is served.
+        secret: the bearer token that callers need; None if there is none.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class KVBootstrapServer(BaseKVBootstrapServer):
         self._server = BootstrapServer(host, port, token=secret, insecure=insecure)
         self.port = self._server.port
         self.url = self._server.url
+        self.secret = secret
 
     def close(self) -> None:
         """Stop serving."""

