@@ -92,8 +92,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _POSITIVE = (
-    "tick_s", "heartbeat_s", "heartbeat_timeout_s", "bootstrap_timeout_s", "claim_timeout_s", "stall_s",
-    "drain_limit_s", "batch_rows", "batch_bytes", "batches_in_flight", "register_s",
+    "tick_s",
+    "heartbeat_s",
+    "heartbeat_timeout_s",
+    "bootstrap_timeout_s",
+    "claim_timeout_s",
+    "stall_s",
+    "drain_limit_s",
+    "batch_rows",
+    "batch_bytes",
+    "batches_in_flight",
+    "register_s",
 )
 
 

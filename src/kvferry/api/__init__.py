@@ -13,7 +13,23 @@ from kvferry.api.sender import KVSender
 from kvferry.api.tag import request_tag
 
 __all__ = [
-    "BaseKVBootstrapServer", "BaseKVManager", "BaseKVReceiver", "BaseKVSender", "DisaggregationMode", "GroupState",
-    "KVArgs", "KVBootstrapServer", "KVClassType", "KVManager", "KVPoll", "KVReceiver", "KVSender",
-    "KVTransferMetric", "ReceiveFacts", "SendFacts", "get_kv_class", "poll_group", "request_tag",
+    "BaseKVBootstrapServer",
+    "BaseKVManager",
+    "BaseKVReceiver",
+    "BaseKVSender",
+    "DisaggregationMode",
+    "GroupState",
+    "KVArgs",
+    "KVBootstrapServer",
+    "KVClassType",
+    "KVManager",
+    "KVPoll",
+    "KVReceiver",
+    "KVSender",
+    "KVTransferMetric",
+    "ReceiveFacts",
+    "SendFacts",
+    "get_kv_class",
+    "poll_group",
+    "request_tag",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Union
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,8 @@ import numpy.typing as npt
 from kvferry.api.kvpoll import KVPoll, KVTransferMetric
 from kvferry.errors import KVTransferError
 
-Indices = Union[npt.NDArray[np.integer], Sequence[int]]
-StateIndices = Union[Mapping[str, Indices], Sequence[Indices], None]
+Indices = npt.NDArray[np.integer] | Sequence[int]
+StateIndices = Mapping[str, Indices] | Sequence[Indices] | None
 
 
 class Event(Protocol):
@@ -43,7 +43,7 @@ class BaseKVManager(abc.ABC):
 
     @abc.abstractmethod
     def health(self) -> str:
-        """"" while all is well, else what is not."""
+        """Say what is wrong; an empty text while all is well."""
 
     @abc.abstractmethod
     def shutdown(self, drain_s: float = 0.0) -> None:

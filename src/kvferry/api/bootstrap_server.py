@@ -18,7 +18,12 @@ class KVBootstrapServer(BaseKVBootstrapServer):
     """
 
     def __init__(
-        self, host: str = "127.0.0.1", port: int = DEFAULT_PORT, *, secret: str | None = None, insecure: bool = False
+        self,
+        host: str = "127.0.0.1",
+        port: int = DEFAULT_PORT,
+        *,
+        secret: str | None = None,
+        insecure: bool = False,
     ) -> None:
         """Bind and serve.
 

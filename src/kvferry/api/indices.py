@@ -76,7 +76,7 @@ class PageSpaces:
             unknown = set(state) - set(names)
             if unknown:
                 hint = f"the layout's state spaces are {names}"
-                raise InputError(f"{self.side} state_indices: unknown space {sorted(unknown)[0]!r}", hint=hint)
+                raise InputError(f"{self.side} state_indices: unknown space {min(unknown)!r}", hint=hint)
             return dict(state)
         if len(state) != len(names):
             raise InputError(

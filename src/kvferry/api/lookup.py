@@ -15,10 +15,8 @@ def find_ranks(address: str, room: int, dp_rank: int | None, secret: str | None)
     client = BootstrapClient(address, token=secret)
     if dp_rank is None:
         topology = client.topology(None)
-        if topology.sizes is not None and topology.sizes.dp > 1:
-            dp_rank = _dp_of(client, address, room)
-        else:
-            dp_rank = 0
+        several = topology.sizes is not None and topology.sizes.dp > 1
+        dp_rank = _dp_of(client, address, room) if several else 0
     topology = client.topology(dp_rank)
     if topology.missing or not topology.entries:
         missing = ", ".join(str(rank) for rank in topology.missing[:4]) or "all ranks"

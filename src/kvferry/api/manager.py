@@ -78,7 +78,7 @@ class KVManager(BaseKVManager):
 
     @property
     def endpoint(self) -> str:
-        """ "tcp://host:port" of the control plane."""
+        """The control plane's address, "tcp://host:port"."""
         return self.node.endpoint
 
     def update_buffers(self, args: KVArgs) -> None:
@@ -106,7 +106,7 @@ class KVManager(BaseKVManager):
         return found
 
     def health(self) -> str:
-        """ "" while all threads work, else what is wrong."""
+        """Say what is wrong; an empty text while all threads work."""
         return self.node.health()
 
     def release_quarantined(self, room: int) -> None:

@@ -27,7 +27,12 @@ class KVReceiver(Room, BaseKVReceiver):
     kind = Kind.CLAIM
 
     def __init__(
-        self, mgr: KVManager, bootstrap_addr: str | None, bootstrap_room: int, *, peers: Sequence[str] | None = None
+        self,
+        mgr: KVManager,
+        bootstrap_addr: str | None,
+        bootstrap_room: int,
+        *,
+        peers: Sequence[str] | None = None,
     ) -> None:
         """Open the room.
 

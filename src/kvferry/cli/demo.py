@@ -107,18 +107,18 @@ class LiveView:
 def summary(outcome: Outcome) -> Table:
     """The short summary at the end."""
     table = Table.grid(padding=(0, 2))
-    ratio = f"{outcome.memcpy_ratio:.2f} of a memcpy of the same bytes"
-    rows = {
-        "text": outcome.text,
+    speed = f"{outcome.gb_per_s:.2f} GB/s, {outcome.memcpy_ratio:.2f} of a memcpy of the same bytes"
+    rows: dict[str, Text | str] = {
+        "text": Text(outcome.text),
         "engine": outcome.engine,
-        "KV cache": f"{outcome.kv_bytes:,} bytes in {outcome.transfer_s * 1e3:.2f} ms, {outcome.gb_per_s:.2f} GB/s, {ratio}",
+        "KV cache": f"{outcome.kv_bytes:,} bytes in {outcome.transfer_s * 1e3:.2f} ms, {speed}",
         "first token": f"{outcome.ttft_s:.2f} s after the request",
         "KV bytes": _verdict(outcome.kv_bytes_equal, "on both sides, per layer, page and head"),
         "tokens": _verdict(outcome.tokens_equal, "to those of one process that decodes from the same bytes"),
         "logits": _verdict(outcome.logits_equal, "to the last bit"),
     }
     for name, value in rows.items():
-        table.add_row(Text(name, "bold"), value if isinstance(value, Text) else Text(value))
+        table.add_row(Text(name, "bold"), value)
     return table
 
 

@@ -105,8 +105,8 @@ def simulate(*, rooms: int = 2000, seed: int = 0, json: Annotated[bool, Paramete
         print(msgspec.json.encode(fields).decode())
     else:
         print(
-            f"{report.rooms} rooms in {report.worlds} worlds: {len(report.violations)} violations, {report.kills} kills, "
-            f"{report.messages_per_room:.1f} messages a room, {report.rooms_per_s:.0f} rooms/s"
+            f"{report.rooms} rooms in {report.worlds} worlds: {len(report.violations)} violations, "
+            f"{report.kills} kills, {report.messages_per_room:.1f} messages a room, {report.rooms_per_s:.0f} rooms/s"
         )
     for world, text in report.violations[:20]:
         print(f"seed {world}: {text}", file=sys.stderr)

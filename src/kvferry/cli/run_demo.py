@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import IO, Any
 
 import msgspec
 
@@ -115,7 +115,7 @@ class Demo:
         threading.Thread(target=self._read, args=(side, process.stdout), daemon=True).start()
         worker.say(msgspec.structs.replace(self._start, bootstrap=f"127.0.0.1:{server.port}", seed=seed))
 
-    def _read(self, side: str, stream: TextIO) -> None:
+    def _read(self, side: str, stream: IO[str]) -> None:
         for line in stream:
             event = read_event(line)
             if event is not None:
@@ -174,7 +174,7 @@ class Demo:
         return list(self._workers["decode"].events["generated"].data["tokens"])
 
 
-def _close(stream: TextIO) -> None:
+def _close(stream: IO[str]) -> None:
     try:
         stream.close()
     except BrokenPipeError:

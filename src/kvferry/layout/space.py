@@ -8,8 +8,6 @@ the room's page list.
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 
@@ -37,7 +35,7 @@ class Ranges(msgspec.Struct, frozen=True, tag="ranges"):
     unit_tokens: int = 1
 
 
-Deal = Union[Cyclic, Ranges]
+Deal = Cyclic | Ranges
 
 
 class All(msgspec.Struct, frozen=True, tag="all"):
@@ -58,7 +56,7 @@ class Rows(msgspec.Struct, frozen=True, tag="rows"):
     """The caller's row list, row i to row i; page_tokens is 1."""
 
 
-Coverage = Union[All, Window, Slot, Rows]
+Coverage = All | Window | Slot | Rows
 
 
 class Space(msgspec.Struct, frozen=True):

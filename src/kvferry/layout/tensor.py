@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Union
+from typing import Literal
 
 import msgspec
 
@@ -49,7 +49,7 @@ class Device(msgspec.Struct, frozen=True, tag="device"):
     index: int = 0
 
 
-Memory = Union[Host, Device]
+Memory = Host | Device
 
 
 class Tensor(msgspec.Struct, frozen=True):

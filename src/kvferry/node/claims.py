@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 from kvferry.errors import BootstrapError, Code, KvferryError, Reason
 from kvferry.ids import PeerId
@@ -115,7 +115,7 @@ class Claims:
     def _post(self, action: Callable[..., None], *args: object) -> None:
         self.node.control.call(lambda: action(*args))
 
-    def _found(self, number: int, target: Target, found: Union[list[str], KvferryError]) -> None:
+    def _found(self, number: int, target: Target, found: list[str] | KvferryError) -> None:
         if number not in self._pending:
             return
         if isinstance(found, KvferryError):
@@ -133,7 +133,7 @@ class Claims:
         self._dialling.add(address)
         self.node.resolver.run(check_reachable, lambda result: self._post(self._reached, address, result), address)
 
-    def _reached(self, address: str, result: Union[None, KvferryError]) -> None:
+    def _reached(self, address: str, result: KvferryError | None) -> None:
         self._dialling.discard(address)
         if isinstance(result, KvferryError):
             reason = self.node.where.reason(Code.UNREACHABLE, str(result), peer=address, stage="connection")

@@ -11,16 +11,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import Code, EngineError, Reason, WireError
 from kvferry.ids import KVPoll, PeerId
 from kvferry.node.batching import chunk_batches
 from kvferry.node.conns import Conn, lost_reason
 from kvferry.node.links import Received
+from kvferry.node.view import RoomView
 from kvferry.proto.effects import (
     Changed,
-    Effect,
     Expose,
     Fence,
     Forget,
@@ -33,8 +33,9 @@ from kvferry.proto.effects import (
     WriteAux,
 )
 from kvferry.proto.handshake import Handshake
+from kvferry.proto.offer import Offer
 from kvferry.proto.rules import PeerState
-from kvferry.wire import Bye, Frame, Hello, KVArgsRegisterInfo, Refused, decode, encode
+from kvferry.wire import Bye, Frame, Hello, InfoPhase, KVArgsRegisterInfo, Refused, decode, encode
 
 if TYPE_CHECKING:
     from kvferry.node.node import Node
@@ -87,7 +88,7 @@ class Control:
         try:
             while self.running:
                 self._step()
-        except Exception as error:  # noqa: BLE001 - a thread's root: rooms are failed, health() says so
+        except Exception as error:
             log.exception("the control thread died")
             self.node.broken(f"the control thread died: {error!r}")
             for view in list(self.node.views.values()):
@@ -295,22 +296,23 @@ class Control:
 
     def _changed(self, effect: Changed) -> None:
         view = self.node.views.get((effect.kind, effect.id))
-        things = self.book.offers if effect.kind is Kind.OFFER else self.book.claims
-        thing = things.get(effect.id)  # type: ignore[attr-defined]
+        thing = self.book.room(effect.kind, effect.id)
         if view is None or thing is None:
             return
-        if effect.kind is Kind.OFFER and thing.links and view.prefix_tokens < 0:
-            self._learn_prefix(effect.id)
+        if isinstance(thing, Offer) and thing.links and view.prefix_tokens < 0:
+            self._learn_prefix(view, thing)
         where = self.node.where
-        foreign = thing.reason is not None and (thing.reason.side, thing.reason.rank) != (where.side, where.rank)
+        foreign = thing.reason is not None and (thing.reason.side, thing.reason.rank) != (
+            where.side,
+            where.rank,
+        )
         landed = thing.bytes_landed
         view.update(thing.poll, thing.reason, foreign, landed)
 
-    def _learn_prefix(self, offer: int) -> None:
-        view = self.node.views[Kind.OFFER, offer]
-        links = self.book.offers[offer].links
-        if all(link.info.pages or link.info.phase.value == "pages" for link in links):
-            view.prefix_tokens = min(link.info.prefix_tokens for link in links)
+    @staticmethod
+    def _learn_prefix(view: RoomView, offer: Offer) -> None:
+        if all(link.info.phase is InfoPhase.PAGES for link in offer.links):
+            view.prefix_tokens = min(link.info.prefix_tokens for link in offer.links)
 
     def _write_aux(self, effect: WriteAux) -> None:
         self.node.claims.write_aux(effect.claim, effect.aux)
@@ -350,7 +352,7 @@ class Control:
         self.running = False
 
 
-_DO: dict[type[Effect], Callable[[Control, Effect], None]] = {  # type: ignore[assignment]
+_DO: dict[type, Callable[[Control, Any], None]] = {
     Send: Control._send, Submit: Control._submit, Stop: Control._stop, Release: Control._release,
     Changed: Control._changed, WriteAux: Control._write_aux, Expose: Control._expose, Revoke: Control._revoke,
     Fence: Control._fence, Forget: Control._forget,

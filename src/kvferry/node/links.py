@@ -176,6 +176,7 @@ class Links:
                 last = error
                 continue
             endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
+            assert isinstance(endpoint, bytes)
             return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
         raise AddressError(
             f"control plane: cannot bind {host} port {ports[0]}{f'-{ports[1]}' if ports[1] > ports[0] else ''}: {last}",

@@ -34,7 +34,7 @@ class Reports:
     failed: Callable[[int, str, bool], None]
     quiet: Callable[[int], None]
     attached: Callable[[PeerId, str], None]
-    fenced: Callable[[PeerId, "int | None"], None]
+    fenced: Callable[[PeerId, int | None], None]
     broken: Callable[[str], None]
 
 
@@ -133,7 +133,7 @@ class Mover:
                 self._take_inbox()
                 self._submit_some()
                 self._collect()
-        except Exception as error:  # noqa: BLE001 - a thread's root: the node is told, and says so in health()
+        except Exception as error:
             log.exception("the mover of engine %s died", self._engine.name)
             self._reports.broken(f"the mover thread of engine {self._engine.name} died: {error!r}")
         finally:
@@ -178,9 +178,7 @@ class Mover:
             job = self._ready.popleft()
             if job.cause or job.exhausted:
                 self._settle(job)
-            elif self._peer_out.get(job.peer, 0) >= self._in_flight:
-                self._ready.append(job)
-            elif self._submit_next(job):
+            elif self._peer_out.get(job.peer, 0) >= self._in_flight or self._submit_next(job):
                 self._ready.append(job)
             else:
                 self._settle(job)
@@ -198,7 +196,7 @@ class Mover:
             return False
         try:
             ticket = self._engine.submit(job.peer, batch)
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises here, part of the batch may be out
+        except Exception as error:
             log.exception("engine %s raised in submit", self._engine.name)
             job.cause = f"engine {self._engine.name} raised in submit: {error!r}"
             job.unproven.add(-job.number)

@@ -117,7 +117,7 @@ class Node:
         self.control.call(lambda: self.book.shutdown(time.monotonic(), reason))
 
     def health(self) -> str:
-        """"" while all threads work; else which one does not, and why."""
+        """Say which thread does not work, and why; an empty text while all do."""
         if self.problem:
             return self.problem
         if not self.mover.alive:
@@ -130,7 +130,7 @@ class Node:
     def register_info(self) -> KVArgsRegisterInfo:
         """What peers are told at the handshake."""
         return KVArgsRegisterInfo(
-            layout=self.layout, engines={self.engine_name: self.engine.describe()}, side=self.side.value,
+            layout=self.layout, engines={self.engine_name: self._blob}, side=self.side.value,
             aux_bytes=self.aux.item_bytes, address=self.endpoint,
         )  # fmt: skip
 
@@ -246,6 +246,7 @@ class Node:
         except BaseException:
             self.engine.close()
             raise
+        self._blob = self.engine.describe()
         own = self.engine.limits
         self.limits = Limits(min(own.rows, config.batch_rows), min(own.bytes, config.batch_bytes))
 

@@ -62,7 +62,7 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         AddressError: it is none of these.
     """
-    text = address[len("tcp://") :] if address.startswith("tcp://") else address
+    text = address.removeprefix("tcp://")
     host, _, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or not port.isdigit() or not 0 < int(port) < 65536:

@@ -23,7 +23,7 @@ class RoomView:
         released: its pages may be used for something else.
         prefix_tokens: prefill side: what the decode side has already, once it said so; -1 before.
         bytes_landed: bytes that have landed.
-        started_s, pages_s, ended_s: time.monotonic() of the start, of the page lists being known, of the end; 0 = not yet.
+        started_s, pages_s, ended_s: time.monotonic() of the start, of the pages being named, of the end; 0 = not yet.
     """
 
     def __init__(self, room: int) -> None:

@@ -156,7 +156,7 @@ class Book:
     def fail(self, now: float, kind: Kind, number: int, reason: Reason) -> None:
         """End a room from this side: an abort, or what the shell found out."""
         self.now = now
-        thing = self._of(kind).get(number)
+        thing = self.room(kind, number)
         if thing is not None:
             thing.failing(reason)
             self._done(thing)
@@ -164,7 +164,7 @@ class Book:
     def clear(self, now: float, kind: Kind, number: int) -> None:
         """The caller's object is gone; the room number may be used again."""
         self.now = now
-        thing = self._of(kind).get(number)
+        thing = self.room(kind, number)
         if thing is None or thing.cleared:
             return
         thing.cleared = True
@@ -178,7 +178,7 @@ class Book:
     def operator_release(self, now: float, kind: Kind, number: int) -> None:
         """An operator vouches that nothing of this room can land any more."""
         self.now = now
-        thing = self._of(kind).get(number)
+        thing = self.room(kind, number)
         if isinstance(thing, Offer):
             for link in thing.links:
                 for job in list(link.jobs):
@@ -402,11 +402,12 @@ class Book:
     def on_tick(self, now: float) -> None:
         """Repeat what is not acknowledged, look at deadlines, forget what is over."""
         self.now = now
-        for thing in [*self.offers.values(), *self.claims.values()]:
+        for thing in self._things():
             if thing.state not in rules.SETTLED:
                 thing.deadlines(now)
                 thing.consider()
-        for end in [*self.links.values(), *self._views()]:
+        ends: list[Link | SourceView] = [*self.links.values(), *self._views()]
+        for end in ends:
             if end.talk.due(now) and end.talk.rev:
                 self._say(end)
         self.tombstones = {room: tomb for room, tomb in self.tombstones.items() if now < tomb.expires_at}
@@ -446,7 +447,9 @@ class Book:
 
     def quiet_below(self, peer: Peer) -> int:
         """Nothing of this process's writes over links of the peer's process with a lower epoch can land any more."""
-        busy = [link.peer.epoch for link in self.jobs.values() if link.peer.incarnation == peer.id.incarnation]
+        busy = [
+            link.peer.epoch for link in self.jobs.values() if link.peer.incarnation == peer.id.incarnation
+        ]
         return min([peer.id.epoch, *busy])
 
     def unproven_before(self, peer: Peer) -> bool:
@@ -499,12 +502,16 @@ class Book:
             return f"the sender was cleared before it was done: {sent} of {thing.facts.num_pages} pages sent"
         return "cleared before it was done"
 
-    def _of(self, kind: Kind) -> dict[int, Any]:
-        return self.offers if kind is Kind.OFFER else self.claims
+    def room(self, kind: Kind, number: int) -> Offer | Claim | None:
+        """The offer or claim of that number, while the book keeps it."""
+        return self.offers.get(number) if kind is Kind.OFFER else self.claims.get(number)
+
+    def _things(self) -> list[Offer | Claim]:
+        return [*self.offers.values(), *self.claims.values()]
 
     def _live(self) -> list[Offer | Claim]:
         live = rules.LIVE_OFFERS | rules.LIVE_CLAIMS
-        return [thing for thing in [*self.offers.values(), *self.claims.values()] if thing.state in live]
+        return [thing for thing in self._things() if thing.state in live]
 
     def _views(self) -> list[SourceView]:
         return [view for claim in self.claims.values() for view in claim.views.values()]
@@ -561,7 +568,11 @@ class Book:
             del self.peers[peer.id]
 
     def _forget_claim(self, claim: Claim) -> None:
-        if claim.cleared and claim.state in rules.SETTLED and all(view.settled for view in claim.views.values()):
+        if (
+            claim.cleared
+            and claim.state in rules.SETTLED
+            and all(view.settled for view in claim.views.values())
+        ):
             for peer in claim.views:
                 if peer in self.peers:
                     self.peers[peer].claims.discard(claim.id)

@@ -268,7 +268,9 @@ class Claim:
         if not self.views:
             cause = f"the prefill side's ranks were not reached within {seconds}"
         self.failing(
-            self.book.where.reason(Code.BOOTSTRAP_TIMEOUT, cause, peer=", ".join(silent), stage="handshake of the room")
+            self.book.where.reason(
+                Code.BOOTSTRAP_TIMEOUT, cause, peer=", ".join(silent), stage="handshake of the room"
+            )
         )
 
     def _stalled(self, now: float) -> None:
@@ -278,7 +280,9 @@ class Claim:
             writing = status is not None and status.chunks_landed < status.chunks_total
             if writing and not view.quiet_seen and now - view.moved_at >= times.stall_s:
                 cause = f"no progress for {times.stall_s:g} s, {self.bytes_landed} bytes landed before"
-                self.failing(self.book.where.reason(Code.STALLED, cause, peer=str(view.peer), stage="transfer"))
+                self.failing(
+                    self.book.where.reason(Code.STALLED, cause, peer=str(view.peer), stage="transfer")
+                )
                 return
         if times.hold_limit_s and now - self.exposed_at >= times.hold_limit_s:
             cause = f"pages were held for {times.hold_limit_s:g} s (hold_limit_s)"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import Callable, Protocol, Union
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from kvferry.errors import Reason
 from kvferry.ids import PeerId
-from kvferry.wire import TransferInfo, TransferStatus, Tick
+from kvferry.wire import Tick, TransferInfo, TransferStatus
 
 
 class Kind(enum.Enum):
@@ -70,7 +71,7 @@ class OfferFacts(msgspec.Struct, frozen=True):
     num_pages: int
     page_tokens: int
     first_token: int = 0
-    num_tokens: Union[int, None] = None
+    num_tokens: int | None = None
     tag: int = 0
 
     @property
@@ -98,7 +99,7 @@ class ClaimFacts(msgspec.Struct, frozen=True):
     page_tokens: int
     num_pages: int
     prefix_tokens: int = 0
-    num_tokens: Union[int, None] = None
+    num_tokens: int | None = None
     rows: dict[str, int] = {}
     tag: int = 0
 
@@ -131,7 +132,7 @@ class Send(msgspec.Struct, frozen=True):
     """Hand a message to the peer's connection; if it can't be taken now it is dropped (it will be repeated)."""
 
     peer: PeerId
-    message: Union[TransferInfo, TransferStatus, Tick]
+    message: TransferInfo | TransferStatus | Tick
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -201,7 +202,7 @@ class Fence(msgspec.Struct, frozen=True):
     """Ask the engine for proof that nothing of the peer (of the claim) can land; fence_done may follow."""
 
     peer: PeerId
-    claim: Union[int, None]
+    claim: int | None
 
 
 class Forget(msgspec.Struct, frozen=True):
@@ -211,7 +212,7 @@ class Forget(msgspec.Struct, frozen=True):
     id: int
 
 
-Effect = Union[Send, Submit, Stop, Release, Changed, WriteAux, Expose, Revoke, Fence, Forget]
+Effect = Send | Submit | Stop | Release | Changed | WriteAux | Expose | Revoke | Fence | Forget
 Emit = Callable[[Effect], None]
 
 

@@ -7,17 +7,14 @@ both messages and its engine can reach the other end. Both ends come to the same
 
 from __future__ import annotations
 
-from typing import Union
-
-from kvferry.errors import Blame, Code, Reason
+from kvferry.errors import Blame, Code, LayoutError, Reason
 from kvferry.ids import PeerId, Side
 from kvferry.layout import supports, validate
-from kvferry.errors import LayoutError
 from kvferry.proto.effects import Where
 from kvferry.proto.rules import PEER, PeerEvent, PeerState, fire
 from kvferry.wire import FEATURES, MAJOR, MINOR, Hello, KVArgsRegisterInfo, Refused
 
-Shake = Union[Hello, KVArgsRegisterInfo, Refused]
+Shake = Hello | KVArgsRegisterInfo | Refused
 
 
 def incompatible(prefill: KVArgsRegisterInfo, decode: KVArgsRegisterInfo) -> str:
@@ -74,7 +71,9 @@ class Handshake:
         self._attached = True
         self._owed = True
         if cause:
-            self._refuse(self._reason(Code.UNREACHABLE, f"the engine can't reach the peer: {cause}", Blame.ENGINE))
+            self._refuse(
+                self._reason(Code.UNREACHABLE, f"the engine can't reach the peer: {cause}", Blame.ENGINE)
+            )
         else:
             self._consider()
 
@@ -97,7 +96,8 @@ class Handshake:
 
     def _hello(self, hello: Hello) -> None:
         if hello.version[0] != MAJOR:
-            text = f"protocol version: {self.where.side} {MAJOR}.{MINOR}, the peer {hello.version[0]}.{hello.version[1]}"
+            theirs = ".".join(map(str, hello.version))
+            text = f"protocol version: {self.where.side} {MAJOR}.{MINOR}, the peer {theirs}"
             self._refuse(self._reason(Code.INCOMPATIBLE, f"{text}; upgrade the older one", Blame.CONFIG))
             return
         if not self.dials:

@@ -137,8 +137,10 @@ class Offer:
         if self.state in rules.LIVE_OFFERS:
             for link in self.links:
                 self._consider_link(link)
-            if self.links and len(self.links) == self.fan_in and all(
-                link.phase is StatusPhase.DELIVERED for link in self.links
+            if (
+                self.links
+                and len(self.links) == self.fan_in
+                and all(link.phase is StatusPhase.DELIVERED for link in self.links)
             ):
                 fire(OFFER, self, OfferEvent.COMPLETE)
         elif self.state in rules.DRAINS and not self.outstanding:
@@ -184,7 +186,9 @@ class Offer:
             return True
         self.links.remove(link)
         self.refusal = cause
-        reason = self.book.where.reason(Code.REFUSED, cause, peer=str(link.peer), stage="handshake of the room")
+        reason = self.book.where.reason(
+            Code.REFUSED, cause, peer=str(link.peer), stage="handshake of the room"
+        )
         link.refuse(reason)
         if self.tag and self.tag == link.info.tag:
             self.failing(reason)
@@ -280,7 +284,9 @@ class Offer:
         for link in self.links:
             if link.jobs and now - link.moved_at >= limit_s:
                 cause = f"no byte landed for {limit_s:g} s, {link.bytes_landed} bytes landed before"
-                self.failing(self.book.where.reason(Code.STALLED, cause, peer=str(link.peer), stage="transfer"))
+                self.failing(
+                    self.book.where.reason(Code.STALLED, cause, peer=str(link.peer), stage="transfer")
+                )
                 return
 
     def _no_claim(self) -> None:

@@ -153,11 +153,21 @@ PEER: dict[tuple[enum.Enum, enum.Enum], Row] = {
 }
 """A peer. A new incarnation or epoch is a new peer; nothing leads back."""
 
-LATE: frozenset[enum.Enum] = frozenset({
-    _O.DRAINING, _O.QUARANTINED, _O.DELIVERED, _O.QUIET,
-    _C.DRAINING, _C.QUARANTINED, _C.SUCCESS, _C.QUIET,
-    _P.REFUSED, _P.LOST, _P.GONE,
-})
+LATE: frozenset[enum.Enum] = frozenset(
+    {
+        _O.DRAINING,
+        _O.QUARANTINED,
+        _O.DELIVERED,
+        _O.QUIET,
+        _C.DRAINING,
+        _C.QUARANTINED,
+        _C.SUCCESS,
+        _C.QUIET,
+        _P.REFUSED,
+        _P.LOST,
+        _P.GONE,
+    }
+)
 """States in which an event without a row is late: counted and ignored. Elsewhere it is a local mistake."""
 
 LIVE_OFFERS = frozenset({_O.WAITING, _O.SENDING})
@@ -195,7 +205,9 @@ PARKED_PER_PEER = 4096
 """Claims of one peer that may wait for their offer."""
 
 
-def fire(table: dict[tuple[enum.Enum, enum.Enum], Row], thing: object, event: enum.Enum, *args: object) -> bool:
+def fire(
+    table: dict[tuple[enum.Enum, enum.Enum], Row], thing: object, event: enum.Enum, *args: object
+) -> bool:
     """Take one transition: set the next state, then run the row's actions as methods of `thing`.
 
     Returns:

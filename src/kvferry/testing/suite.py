@@ -1,4 +1,6 @@
-"""The engine suite: what every engine has to show, by capability. A back-end's test file is a few lines:
+"""The engine suite: what every engine has to show, by capability.
+
+A back-end's test file is a few lines:
 
     class TestMyEngine(EngineSuite):
         engine_name = "mine"
@@ -47,8 +49,9 @@ class EngineSuite:
 
     def make_pair(self) -> Pair:
         """A writer and a target in this process, not attached."""
-        ends = [open_end(self.make_engine(), number, POOL_BYTES, dict(self.options)) for number in (1, 2)]
-        pair = Pair(*ends)
+        options = dict(self.options)
+        writer = open_end(self.make_engine(), 1, POOL_BYTES, options)
+        pair = Pair(writer, open_end(self.make_engine(), 2, POOL_BYTES, options))
         pair.writer.pool[:] = np.random.default_rng(5).integers(0, 256, POOL_BYTES, np.uint8)
         return pair
 
@@ -72,7 +75,7 @@ class EngineSuite:
     # what LANDED means
 
     def test_landed_means_that_every_row_is_in_place_and_nothing_else_changed(self) -> None:
-        """Odd sizes, shuffled on both sides, 0 to 4096 rows; the whole pool is compared when LANDED is read."""
+        """Odd sizes, shuffled on both sides, 0 to 4096 rows; the whole pool is compared at that moment."""
         assert self.pair.attach().outcome is Outcome.LANDED
         for rows in ROW_COUNTS:
             self.pair.target.pool[:] = GUARD
@@ -219,7 +222,7 @@ class EngineSuite:
     # helpers
 
     def scattered(self, rows: int) -> tuple[Batch, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
-        """A batch of odd-sized rows, shuffled on both sides, and what the target's pool must hold afterwards."""
+        """A batch of odd-sized rows, shuffled on both sides, and what the target must hold afterwards."""
         random = np.random.default_rng(rows)
         nbytes = random.integers(1, 2000, rows)
         starts = np.arange(rows) * 2000

@@ -1,4 +1,4 @@
-"""A second process with an engine of its own, told what to do by JSON lines: what the engine suite kills and stops.
+"""A second process with an engine of its own, told what to do by JSON lines; the suite kills and stops it.
 
 Run as `python -m kvferry.testing.suite_process ENGINE OPTIONS_JSON INCARNATION POOL_BYTES`.
 """
@@ -36,9 +36,23 @@ class EngineProcess:
     """
 
     def __init__(
-        self, engine: str, options: dict[str, str], incarnation: int, nbytes: int, prefix: tuple[str, ...] = ()
+        self,
+        engine: str,
+        options: dict[str, str],
+        incarnation: int,
+        nbytes: int,
+        prefix: tuple[str, ...] = (),
     ) -> None:
-        command = [*prefix, sys.executable, "-m", __name__, engine, json.dumps(options), str(incarnation), str(nbytes)]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            __name__,
+            engine,
+            json.dumps(options),
+            str(incarnation),
+            str(nbytes),
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(  # noqa: S603 - the command is ours
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment

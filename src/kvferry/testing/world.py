@@ -86,7 +86,7 @@ class World:
         self.messages = 0
         self.kills = 0
         self.finished: Counter[str] = Counter()
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._epochs = itertools.count(1)
         self._per_link: Counter[tuple[PeerId, int]] = Counter()
@@ -101,7 +101,7 @@ class World:
 
     # -- running
 
-    def at(self, delay: float, action: Callable[..., None], *args: Any) -> None:
+    def at(self, delay: float, action: Callable[..., object], *args: Any) -> None:
         """Call an action later."""
         heapq.heappush(self._heap, (self.now + delay, next(self._order), action, args))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ PAGES = {"prefill": 256, "decode": 12}
 """Decode runs short all the time. Prefill does not: two schedulers that wait for each other's memory are no fault of
 the protocol, and hold_limit_s is what a deployment breaks such a circle with."""
 TERMINAL = frozenset({KVPoll.Success, KVPoll.Failed})
-Message = Union[TransferInfo, TransferStatus, Tick]
+Message = TransferInfo | TransferStatus | Tick
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Process:
         self.cells: dict[tuple[int, int], Any] = {}
 
     def die(self) -> None:
-        """kill -9."""
+        """Kill -9."""
         self.alive = False
         self.links.clear()
 

@@ -20,7 +20,23 @@ from kvferry.wire.messages import (
 )
 
 __all__ = [
-    "FEATURES", "MAJOR", "MINOR", "AnyMessage", "Bye", "Credits", "Frame", "Hello", "InfoPhase",
-    "KVArgsRegisterInfo", "Refused", "StatusPhase", "Tick", "TransferInfo", "TransferStatus", "decode", "encode",
-    "pack_pages", "unpack_pages",
+    "FEATURES",
+    "MAJOR",
+    "MINOR",
+    "AnyMessage",
+    "Bye",
+    "Credits",
+    "Frame",
+    "Hello",
+    "InfoPhase",
+    "KVArgsRegisterInfo",
+    "Refused",
+    "StatusPhase",
+    "Tick",
+    "TransferInfo",
+    "TransferStatus",
+    "decode",
+    "encode",
+    "pack_pages",
+    "unpack_pages",
 ]

@@ -9,7 +9,6 @@ millisecond.
 from __future__ import annotations
 
 import enum
-from typing import Union
 
 import msgspec
 
@@ -112,13 +111,13 @@ class TransferInfo(Message, tag="info", frozen=True):
     ack: int = 0
     want_ack: bool = False
     pages: dict[str, bytes] = {}
-    num_tokens: Union[int, None] = None
+    num_tokens: int | None = None
     prefix_tokens: int = 0
     fan_in: int = 1
     elected: bool = True
-    expected_bytes: Union[int, None] = None
+    expected_bytes: int | None = None
     success: bool = False
-    reason: Union[Reason, None] = None
+    reason: Reason | None = None
     trace: str = ""
 
 
@@ -153,7 +152,7 @@ class TransferStatus(Message, tag="status", frozen=True):
     quiet: bool = False
     aux: bytes = b""
     canary: bytes = b""
-    reason: Union[Reason, None] = None
+    reason: Reason | None = None
 
 
 class Credits(Message, tag="credits", frozen=True):
@@ -182,15 +181,15 @@ class Tick(Message, tag="tick", frozen=True):
 class Bye(Message, tag="bye", frozen=True):
     """The sender leaves; it stops writing before it says so."""
 
-    reason: Union[Reason, None] = None
+    reason: Reason | None = None
 
 
-AnyMessage = Union[Hello, KVArgsRegisterInfo, Refused, TransferInfo, TransferStatus, Credits, Tick, Bye]
+AnyMessage = Hello | KVArgsRegisterInfo | Refused | TransferInfo | TransferStatus | Credits | Tick | Bye
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """What is on the wire: who, to whom, what."""
 
     source: PeerId
-    destination: Union[PeerId, None]
+    destination: PeerId | None
     message: AnyMessage

@@ -1,0 +1,115 @@
+"""Do two layouts fit together, and do some of them together hold all that another one needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.layout.deal import canonical, segments
+from kvferry.layout.elements import I64, elements, in_space, kinds_of, label, layers_of
+from kvferry.layout.space import Deal, Space
+from kvferry.layout.tensor import Field, Layout
+
+_PROBE_TOKENS = 1 << 16
+
+
+def supports(src: Layout, dst: Layout) -> str:
+    """Whether what src holds of dst can be copied there; which layers it holds is the subject of `covers`.
+
+    Returns:
+        "" or the reason why not, with both values and what to do.
+    """
+    return next(_differences(src, dst), "")
+
+
+def covers(sources: Sequence[Layout], dst: Layout) -> str:
+    """Whether the sources together hold every element and token that dst declares.
+
+    Returns:
+        "" or the first thing that no source holds.
+    """
+    kinds = kinds_of(dst)
+    wanted = elements(dst, kinds).key
+    held = [np.isin(wanted, elements(source, kinds).key) for source in sources]
+    missing = wanted[~np.any(held, axis=0)] if held else wanted
+    if len(missing):
+        first = label(missing[0], kinds)
+        layers = _ranges(layers_of(missing[in_space(missing, kinds, first.space)]))
+        return (
+            f"decode holds what no prefill rank holds: space {first.space!r}, layer {first.layer}, field "
+            f"{first.field!r}, head {first.head}, and {len(missing) - 1} more (layers {layers}); "
+            f"load the same layers on both sides, or leave these out of decode's layout"
+        )
+    for space in dst.spaces:
+        mine = in_space(wanted, kinds, space.name)
+        if reason := _tokens_missing(sources, [mask[mine] for mask in held], space):
+            return reason
+    return ""
+
+
+def _differences(src: Layout, dst: Layout) -> Iterator[str]:
+    for name in ("model", "dtype", "kv_heads", "head_dim"):
+        if (a := getattr(src, name)) != (b := getattr(dst, name)):
+            yield f"{name}: prefill has {a!r}, decode has {b!r}; use the same model and dtype on both"
+    src_spaces, dst_spaces = ({space.name: space for space in side.spaces} for side in (src, dst))
+    common = [name for name in src_spaces if name in dst_spaces]
+    if not common:
+        yield (
+            f"spaces: prefill has {sorted(src_spaces)}, decode has {sorted(dst_spaces)}, none in common; "
+            f"use the same space names on both sides"
+        )
+    for name in common:
+        if (a := src_spaces[name].coverage) != (b := dst_spaces[name].coverage):
+            yield f"coverage of space {name!r}: prefill has {a}, decode has {b}; declare one"
+    src_fields, dst_fields = _fields(src), _fields(dst)
+    for (space, field), shape in src_fields.items():
+        other = dst_fields.get((space, field), shape)
+        for what in ("format", "nbytes", "headed", "granule_tokens"):
+            if (a := getattr(shape, what)) != (b := getattr(other, what)):
+                yield (
+                    f"{what} of field {field!r} in space {space!r}: prefill has {a!r}, decode has {b!r}; "
+                    f"fields are copied as they are and can't be cut: use the same dtype, format and granule"
+                )
+
+
+def _fields(layout: Layout) -> dict[tuple[str, str], Field]:
+    return {(tensor.space, field.name): field for tensor in layout.tensors for field in tensor.fields}
+
+
+def _tokens_missing(sources: Sequence[Layout], held: list[npt.NDArray[np.bool_]], space: Space) -> str:
+    """held[s]: which of the space's elements source s holds."""
+    deals = [_deal(source, space.name) for source in sources]
+    unique = sorted({deal for deal in deals if deal is not None}, key=repr)
+    by_deal = [np.any([mask for mask, own in zip(held, deals, strict=True) if own == deal], axis=0) for deal in unique]
+    for pattern in {tuple(column) for column in np.array(by_deal, bool).T}:
+        owners = [deal for deal, is_owner in zip(unique, pattern, strict=True) if is_owner]
+        gap = _first_gap(owners, space)
+        if gap >= 0:
+            return (
+                f"space {space.name!r}: decode needs token {gap} of a request of {_PROBE_TOKENS}, "
+                f"prefill ranks that hold {owners} lack it; start all context parallel ranks of prefill"
+            )
+    return ""
+
+
+def _deal(layout: Layout, space: str) -> Deal | None:
+    return next((canonical(own.deal) for own in layout.spaces if own.name == space), None)
+
+
+def _first_gap(owners: list[Deal], space: Space) -> int:
+    """The first token of dst's that no owner holds in a request of _PROBE_TOKENS; -1 if there is none."""
+    depth = np.zeros(_PROBE_TOKENS + 1, np.int64)
+    wanted = np.zeros_like(depth)
+    for target, deal in [(wanted, space.deal), *((depth, deal) for deal in owners)]:
+        part = segments(Space(deal=deal), 0, _PROBE_TOKENS, _PROBE_TOKENS)
+        np.add.at(target, part.token, 1)
+        np.add.at(target, part.token + part.length, -1)
+    gaps = np.flatnonzero((np.cumsum(wanted) > 0) & (np.cumsum(depth) == 0))
+    return int(gaps[0]) if len(gaps) else -1
+
+
+def _ranges(ids: I64) -> str:
+    parts = np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1)
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
