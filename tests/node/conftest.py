@@ -1,0 +1,102 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvferry import KVArgs, KVClassType, KVReceiver, KVSender, get_kv_class
+from kvferry.engines import find
+from kvferry.layout import page_major
+
+FAST = {
+    "tick_s": 0.05, "heartbeat_s": 0.2, "heartbeat_timeout_s": 0.8, "bootstrap_timeout_s": 3.0,
+    "claim_timeout_s": 3.0, "stall_s": 2.0, "drain_limit_s": 2.0,
+}  # fmt: skip
+SENTINEL = 0xEE
+PAGES, PAGE_TOKENS = 32, 16
+
+find.register("faulty", "kvferry.testing.faulty:FaultyLocal")
+
+
+class Side:
+    """A manager with its pool and aux rows."""
+
+    def __init__(self, mode, engine="local", layout=None, **more):
+        self.layout = layout or page_major(
+            "toy", layers=3, kv_heads=2, head_dim=8, dtype="float16", pages=PAGES, page_tokens=PAGE_TOKENS
+        )
+        size = max(tensor.address + tensor.nbytes for tensor in self.layout.tensors)
+        self.pool = np.full(size, SENTINEL, np.uint8)
+        self.aux = np.zeros((8, 4), np.int64)
+        manager = get_kv_class(engine, KVClassType.MANAGER)
+        self.manager = manager(KVArgs(self.layout, [self.pool], [self.aux]), mode, environ={}, **{**FAST, **more})
+
+    @property
+    def engine(self):
+        return self.manager.node.engine
+
+    def pages(self, indices):
+        return self.pool.reshape(PAGES, -1)[np.asarray(indices, int)]
+
+    def fill(self, indices, seed):
+        rows = np.random.default_rng(seed).integers(0, 255, (len(indices), self.pool.size // PAGES), np.uint8)
+        self.pool.reshape(PAGES, -1)[np.asarray(indices, int)] = rows
+        return rows
+
+
+@pytest.fixture
+def make():
+    """make("prefill"), make("decode", engine="faulty", stall_s=1.0): sides that are shut down in the end."""
+    sides = []
+
+    def build(mode, engine="local", layout=None, **more):
+        sides.append(Side(mode, engine, layout, **more))
+        return sides[-1]
+
+    yield build
+    for side in sides:
+        if side.manager.node.engine_name == "faulty":
+            side.engine.release()
+        side.manager.shutdown()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(t.name.startswith("kvferry") for t in threading.enumerate()):
+        time.sleep(0.01)
+    assert [t.name for t in threading.enumerate() if t.name.startswith("kvferry")] == []
+
+
+@pytest.fixture
+def pair(make):
+    return make("prefill", "faulty"), make("decode", "faulty")
+
+
+def offer(side, room, pages, *, aux_index=0, tag=0, num_tokens=None, send=True):
+    sender = KVSender(side.manager, None, room)
+    sender.init(len(pages), aux_index, num_tokens=num_tokens, tag=tag)
+    if send:
+        sender.send(np.array(pages, np.int32))
+    return sender
+
+
+def claim(side, peer, room, pages, *, aux_index=0, tag=0, num_tokens=None, prefix=0):
+    receiver = KVReceiver(side.manager, None, room, peers=[peer.manager.endpoint])
+    receiver.init(tag=tag)
+    receiver.send_metadata(np.array(pages, np.int32), aux_index, None, prefix, num_tokens=num_tokens)
+    return receiver
+
+
+def until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def kit():
+    """The helpers of this file, for test modules (importlib mode has no imports between test files)."""
+    return Kit
+
+
+class Kit:
+    SENTINEL, PAGES, PAGE_TOKENS, FAST = SENTINEL, PAGES, PAGE_TOKENS, FAST
+    offer, claim, until = staticmethod(offer), staticmethod(claim), staticmethod(until)

@@ -1,0 +1,87 @@
+"""The same manager code over two engines: what arrives, and what does not change."""
+
+import numpy as np
+import pytest
+
+from kvferry import KVPoll, KVSender, KVTransferError
+
+
+@pytest.fixture(params=["local", "faulty"])
+def both(request, make):
+    return make("prefill", request.param), make("decode", request.param)
+
+
+def test_pages_and_aux_arrive_and_nothing_else_changes(both, kit):
+    prefill, decode = both
+    rows = prefill.fill([7, 3, 20], seed=1)
+    prefill.aux[2] = (10, 20, 30, 40)
+    receiver = kit.claim(decode, prefill, 5, [5, 9, 1], aux_index=6, tag=77)
+    sender = kit.offer(prefill, 5, [7, 3, 20], aux_index=2, tag=77)
+    assert receiver.wait(5) is KVPoll.Success
+    assert sender.wait(5) is KVPoll.Success
+    assert (decode.pages([5, 9, 1]) == rows).all()
+    others = [page for page in range(32) if page not in {5, 9, 1}]
+    assert (decode.pages(others) == kit.SENTINEL).all()
+    assert decode.aux[6].tolist() == [10, 20, 30, 40]
+    assert receiver.is_release_safe()
+    assert sender.is_release_safe()
+    assert receiver.get_transfer_metric().transfer_total_bytes == rows.nbytes
+
+
+def test_chunks_in_any_number_and_an_event_that_is_late(both, kit):
+    prefill, decode = both
+    rows = prefill.fill([1, 2, 3, 4], seed=2)
+    happened = []
+
+    class Event:
+        def query(self):
+            return bool(happened)
+
+    sender = KVSender(prefill.manager, None, 6)
+    sender.init(4, 0)
+    sender.send(np.array([1]))
+    sender.send(np.array([2, 3]), after=Event())
+    sender.send(np.array([4]))
+    receiver = kit.claim(decode, prefill, 6, [10, 11, 12, 13])
+    kit.until(lambda: receiver.poll() is KVPoll.Transferring)
+    assert receiver.wait(0.3) is KVPoll.Transferring
+    happened.append(True)
+    assert receiver.wait(5) is KVPoll.Success
+    assert (decode.pages([10, 11, 12, 13]) == rows).all()
+
+
+@pytest.mark.parametrize("prefix_pages", [0, 1, 3])
+def test_the_prefix_that_decode_has_is_never_written(both, kit, prefix_pages):
+    prefill, decode = both
+    rows = prefill.fill([1, 2, 3], seed=3)
+    own = decode.fill([8, 9, 10], seed=4)
+    receiver = kit.claim(decode, prefill, 7, [8, 9, 10][prefix_pages:], prefix=16 * prefix_pages, num_tokens=48)
+    sender = kit.offer(prefill, 7, [1, 2, 3], num_tokens=48)
+    assert receiver.wait(5) is KVPoll.Success
+    assert sender.wait(5) is KVPoll.Success
+    assert sender.pop_decode_prefix_len() == 16 * prefix_pages
+    assert (decode.pages([8, 9, 10][:prefix_pages]) == own[:prefix_pages]).all()
+    assert (decode.pages([8, 9, 10][prefix_pages:]) == rows[prefix_pages:]).all()
+
+
+def test_another_requests_room_number_does_not_join(both, kit):
+    prefill, decode = both
+    prefill.fill([1], seed=5)
+    kit.offer(prefill, 8, [1], tag=111)
+    receiver = kit.claim(decode, prefill, 8, [2], tag=222)
+    assert receiver.wait(5) is KVPoll.Failed
+    with pytest.raises(KVTransferError, match=r"request tag 0xde .* is not 0x6f"):
+        receiver.failure_exception()
+    assert (decode.pages([2]) == kit.SENTINEL).all()
+
+
+def test_a_room_number_runs_again_after_clear(both, kit):
+    prefill, decode = both
+    for seed in range(3):
+        rows = prefill.fill([1, 2], seed)
+        sender, receiver = kit.offer(prefill, 9, [1, 2]), kit.claim(decode, prefill, 9, [4, 5])
+        assert receiver.wait(5) is KVPoll.Success
+        assert sender.wait(5) is KVPoll.Success
+        assert (decode.pages([4, 5]) == rows).all()
+        sender.clear()
+        receiver.clear()
