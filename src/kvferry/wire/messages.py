@@ -135,7 +135,7 @@ class TransferStatus(Message, tag="status", frozen=True):
         bytes_landed: bytes landed on this link.
         quiet: nothing of this link can land any more; means something only in DELIVERED and FAILED.
         aux: the request's metadata row (first token and what travels with it), with DELIVERED.
-        canary: digest of what was sent; empty until step 2.
+        canary: digest of what was sent; empty where none was taken.
         reason: with FAILED: why.
     """
 
