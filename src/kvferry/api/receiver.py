@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from kvferry.api.base import BaseKVReceiver, Indices, StateIndices
 from kvferry.api.indices import whole_number
 from kvferry.api.lookup import find_ranks
 from kvferry.api.room import Room
+from kvferry.bootstrap import BootstrapClient
 from kvferry.errors import InputError, ProtocolError
 from kvferry.ids import Side
 from kvferry.node.batching import MAIN
@@ -117,6 +119,19 @@ class KVReceiver(Room, BaseKVReceiver):
         self._check_pages(facts)
         self._named = True
         self._post(lambda number: self.kv_mgr.node.claims.metadata(number, facts, slot))
+
+    @staticmethod
+    def query_prefill_dp_ranks(
+        bootstrap_addr: str, rooms: Sequence[int], *, secret: str | None = None
+    ) -> dict[int, int]:
+        """Ask the bootstrap server for the DP ranks of many rooms at once; rooms that it does not know are absent.
+
+        Waits for the answer, at most a few seconds; meant for a thread beside the scheduler's.
+
+        Raises:
+            BootstrapError: the server can't be reached, or refuses.
+        """
+        return BootstrapClient(bootstrap_addr, token=secret or os.environ.get("KVFERRY_SECRET")).query_rooms(rooms)
 
     # -- helpers
 

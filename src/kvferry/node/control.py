@@ -35,7 +35,7 @@ from kvferry.proto.effects import (
 from kvferry.proto.handshake import Handshake
 from kvferry.proto.offer import Offer
 from kvferry.proto.rules import PeerState
-from kvferry.wire import Bye, Frame, Hello, InfoPhase, KVArgsRegisterInfo, Refused, decode, encode
+from kvferry.wire import NEEDS_FEATURE, Bye, Frame, Hello, InfoPhase, KVArgsRegisterInfo, Refused, decode, encode
 
 if TYPE_CHECKING:
     from kvferry.node.node import Node
@@ -230,7 +230,10 @@ class Control:
             self.transmit(conn, Frame(shake.me, shake.peer, message))
 
     def transmit(self, conn: Conn, frame: Frame) -> None:
-        """Hand a frame to a connection."""
+        """Hand a frame to a connection; a kind of message that the peer does not know is not sent."""
+        feature = NEEDS_FEATURE.get(type(frame.message))
+        if feature is not None and feature not in conn.handshake.features:
+            return
         if not self.links.send(conn.link, encode(frame)):
             self.lose(conn, "the connection is gone")
 

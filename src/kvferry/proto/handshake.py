@@ -43,6 +43,7 @@ class Handshake:
         theirs: its registration, once it came and is compatible.
         state: rules.PEER; READY once both have registered.
         reason: why it was refused.
+        features: optional kinds of message that the other end understands.
     """
 
     def __init__(self, incarnation: int, mine: KVArgsRegisterInfo, where: Where, epoch: int | None) -> None:
@@ -52,6 +53,7 @@ class Handshake:
         self.peer: PeerId | None = None
         self.theirs: KVArgsRegisterInfo | None = None
         self.reason: Reason | None = None
+        self.features: frozenset[str] = frozenset()
         self.dials = epoch is not None
         self.me = PeerId(incarnation, epoch or 0)
         self._attached = self.dials
@@ -104,6 +106,7 @@ class Handshake:
             self.me = PeerId(self.me.incarnation, hello.peer.epoch)
             self._owed = self._owed or self.state is PeerState.READY  # it has not heard the answer yet
         self.peer = hello.peer
+        self.features = frozenset(hello.features)
 
     def _register(self, theirs: KVArgsRegisterInfo) -> None:
         ours_first = self.where.side == Side.PREFILL.value

@@ -187,6 +187,10 @@ class Bye(Message, tag="bye", frozen=True):
 AnyMessage = Hello | KVArgsRegisterInfo | Refused | TransferInfo | TransferStatus | Credits | Tick | Bye
 
 
+NEEDS_FEATURE: dict[type, str] = {Credits: "credits"}
+"""Kinds of message that a peer of this major version may not know: sent only where its Hello names the feature."""
+
+
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """What is on the wire: who, to whom, what."""
 
