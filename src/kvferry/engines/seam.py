@@ -11,15 +11,25 @@ ticket. What each outcome proves is the subject of ADR 0004 and is shown for eac
 from __future__ import annotations
 
 import enum
-from typing import Protocol, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from kvferry.ids import PeerId
-from kvferry.plan.batch import Batch, Limits
+from kvferry.plan.batch import U64, Batch, Limits
 
 __all__ = [
-    "Batch", "Caps", "Done", "Engine", "EngineConfig", "Grants", "Limits", "Outcome", "Region", "Ticket",
+    "Batch",
+    "Caps",
+    "Done",
+    "Engine",
+    "EngineConfig",
+    "Grants",
+    "Limits",
+    "Outcome",
+    "Region",
+    "Ticket",
 ]
 
 Ticket = int
@@ -63,7 +73,8 @@ class Caps(enum.Flag):
     FENCE = enum.auto()
     """`fence` can prove on the target's side that a peer can't write any more."""
     GRANTS = enum.auto()
-    """The target checks each row against the grants before it writes, so that a grant can be dropped."""
+    """The target checks rows against the grants where it writes them itself, so that a grant can be dropped. Peers
+    that write its memory directly are trusted with all of it."""
     BLOCKING = enum.auto()
     """`submit` returns only when the copy has ended."""
     NEEDS_TARGET_POLL = enum.auto()
@@ -82,7 +93,7 @@ class Region(msgspec.Struct, frozen=True):
 class Grants(Protocol):
     """What peers may write here at the moment; thread-safe; kept by the node, read by engines with caps GRANTS."""
 
-    def begin(self, peer: PeerId, claim: int, addresses: Sequence[int], lengths: Sequence[int]) -> str:
+    def begin(self, peer: PeerId, claim: int, addresses: Sequence[int] | U64, lengths: Sequence[int] | U64) -> str:
         """Check rows against the grant and mark it in use.
 
         Returns:
@@ -107,7 +118,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """What an engine is opened with.
 
     Attributes:
-        me: this process's identity.
+        me: this process's identity; towards a peer it carries that peer's epoch, which is the connection's.
         bind_host: address to listen on, for engines with sockets of their own.
         advertise_host: address that peers should use.
         data_ports: (first, last) port to try; (0, 0) lets the system choose.

@@ -24,6 +24,9 @@ BUSY_POLL_S = 0.001
 IDLE_POLL_S = 0.05
 """How often the engine is asked while only fences or missing proofs are awaited."""
 
+QUIET_POLL_S = 1.0
+"""How often it is asked otherwise: peers that leave are noticed, and told that nothing more comes from here."""
+
 
 @dataclass
 class Reports:
@@ -140,13 +143,13 @@ class Mover:
             self._engine.close()
 
     def _take_inbox(self) -> None:
-        timeout: float | None = None
+        timeout = QUIET_POLL_S
         if self._ready or self._attaching or any(job.out for job in self._jobs.values()):
             timeout = 0.0
         elif self._by_ticket or self._fences:
             timeout = IDLE_POLL_S
         try:
-            call = self._inbox.get(timeout != 0.0, timeout or None)
+            call = self._inbox.get(timeout > 0.0, timeout or None)
             while self._running:
                 call()
                 call = self._inbox.get_nowait()
@@ -159,8 +162,8 @@ class Mover:
     def _attach(self, peer: PeerId, blob: bytes) -> None:
         try:
             self._attaching[self._engine.attach(peer, blob)] = peer
-        except KvferryError as error:
-            self._reports.attached(peer, str(error))
+        except Exception as error:  # noqa: BLE001 - it acts on what a peer sent: that peer is refused, nothing else
+            self._reports.attached(peer, str(error) or repr(error))
 
     def _begin(self, job: Job) -> None:
         self._jobs[job.number] = job
@@ -207,8 +210,6 @@ class Mover:
         return True
 
     def _collect(self) -> None:
-        if not (self._by_ticket or self._attaching or self._fences):
-            return
         out = bool(self._attaching) or any(job.out for job in self._jobs.values())
         waiting = out and not self._may_submit()
         for done in self._engine.poll(BUSY_POLL_S if waiting else 0.0):

@@ -1,8 +1,8 @@
 """An engine that misbehaves on command, around any real one: for tests of kvferry and of its users.
 
-    find.register("faulty", "kvferry.testing.faulty:FaultyLocal")
-    manager.node.engine.hold()      # batches are taken but not written
-    manager.node.engine.release()   # now they are
+find.register("faulty", "kvferry.testing.faulty:FaultyLocal")
+manager.node.engine.hold()      # batches are taken but not written
+manager.node.engine.release()   # now they are
 """
 
 from __future__ import annotations

@@ -75,9 +75,7 @@ def pages_of(space: Space, prefix_tokens: int, num_tokens: int, rows: int = 0) -
     return sorted({slot // space.page_tokens for slot in slots})
 
 
-def cells(
-    layout: Layout, pages: Mapping[str, PageList], prefix_tokens: int, num_tokens: int, rows: int = 0
-) -> Cells:
+def cells(layout: Layout, pages: Mapping[str, PageList], prefix_tokens: int, num_tokens: int, rows: int = 0) -> Cells:
     """Where each element of a request lies in one rank's memory."""
     spaces = {space.name: space for space in layout.spaces}
     found = {}
@@ -156,9 +154,7 @@ def copy_batches(batches: Iterable[Batch]) -> int:
     """Carry batches out inside this process; returns the number of bytes."""
     total = 0
     for batch in batches:
-        for src, dst, nbytes in zip(
-            batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist(), strict=True
-        ):
+        for src, dst, nbytes in zip(batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist(), strict=True):
             ctypes.memmove(dst, src, nbytes)
             total += nbytes
     return total

@@ -67,9 +67,7 @@ class Pair:
         """Submit a batch and wait for its first outcome."""
         return self.settle(self.writer.engine.submit(self.target.me, batch))
 
-    def batch(
-        self, src: npt.ArrayLike, dst: npt.ArrayLike, nbytes: npt.ArrayLike, claim: int = CLAIM
-    ) -> Batch:
+    def batch(self, src: npt.ArrayLike, dst: npt.ArrayLike, nbytes: npt.ArrayLike, claim: int = CLAIM) -> Batch:
         """A batch from offsets in the writer's pool to offsets in the target's, in bytes."""
         lengths = np.asarray(nbytes, np.uint64)
         here = np.asarray(src, np.uint64) + np.uint64(self.writer.address)

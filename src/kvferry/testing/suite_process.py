@@ -179,9 +179,7 @@ class _Worker:
         nbytes = np.array([self.pool.nbytes], np.uint64)
         src = np.array([self.pool.ctypes.data], np.uint64)
         dst = np.array([command["dst"]], np.uint64)
-        return self.engine.submit(
-            PeerId(*command["peer"]), Batch(src, dst, nbytes, self.pool.nbytes, command["claim"])
-        )
+        return self.engine.submit(PeerId(*command["peer"]), Batch(src, dst, nbytes, self.pool.nbytes, command["claim"]))
 
     def _settle(self, ticket: Ticket) -> Done:
         while True:

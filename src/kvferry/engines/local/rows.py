@@ -1,0 +1,34 @@
+"""The writer's own checks of a batch, before any engine sees it."""
+
+from __future__ import annotations
+
+from kvferry.engines.intervals import Intervals
+from kvferry.plan.batch import Batch, Limits
+
+
+def why_not(batch: Batch, sources: Intervals, limits: Limits) -> str:
+    """Say why a batch can't be written, or "".
+
+    Args:
+        batch: the rows.
+        sources: the registered memory of this process.
+        limits: the most that one batch may hold.
+    """
+    rows = len(batch)
+    if len(batch.dst) != rows or len(batch.nbytes) != rows:
+        return f"a batch has {rows} sources, {len(batch.dst)} destinations and {len(batch.nbytes)} lengths"
+    if rows > limits.rows or batch.total_bytes > limits.bytes:
+        return (
+            f"a batch has {rows} rows and {batch.total_bytes} bytes; "
+            f"the engine takes at most {limits.rows} rows and {limits.bytes} bytes"
+        )
+    row = sources.first_outside(batch.src, batch.nbytes)
+    if row is not None:
+        return (
+            f"row {row} of {rows}, {int(batch.nbytes[row])} bytes at {int(batch.src[row]):#x} here, does not "
+            "lie in one registered region of this process"
+        )
+    total = int(batch.nbytes.sum())
+    if total != batch.total_bytes:
+        return f"a batch says {batch.total_bytes} bytes and its rows add up to {total}"
+    return ""

@@ -1,0 +1,351 @@
+"""The TCP path: what a lost connection, a fence, a peer that stops reading and hostile bytes do."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import tracemalloc
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.engines.grants import GrantTable
+from kvferry.engines.local import LocalEngine, blob, frames, pick, tcp_door
+from kvferry.engines.seam import EngineConfig, Outcome
+from kvferry.errors import AddressError
+from kvferry.ids import PeerId
+from kvferry.testing.suite import FLOOD_BYTES, EngineSuite
+from kvferry.testing.suite_pair import GUARD, Pair, open_end, wait_for
+
+TCP = {"mechanism": "tcp"}
+
+
+@pytest.fixture
+def pair():
+    made = Pair(*[open_end(LocalEngine(), number, 8 << 20, TCP) for number in (1, 2)])
+    made.writer.pool[:] = np.random.default_rng(3).integers(0, 256, made.writer.pool.nbytes, np.uint8)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def suite():
+    made = EngineSuite()
+    made.options = TCP
+    made.setup_method()
+    yield made
+    made.teardown_method()
+
+
+def raw_connection(pair):
+    said = blob.decode(pair.target.engine.describe())
+    connection = socket.create_connection((said.tcp_host, said.tcp_port), timeout=5)
+    return said, connection
+
+
+def greeted_connection(pair):
+    said, connection = raw_connection(pair)
+    connection.sendall(frames.encode_auth(said.token, PeerId(77)))
+    assert frames.decode_reply(connection.recv(frames.REPLY_BYTES)).code == frames.OK
+    return connection
+
+
+def assert_closed(connection):
+    with contextlib.suppress(ConnectionResetError):  # closed with our bytes unread
+        assert connection.recv(1) == b""
+    connection.close()
+
+
+def assert_still_works(pair):
+    assert pair.attach().outcome is Outcome.LANDED
+    assert pair.write(pair.batch([5], [9], [1000])).outcome is Outcome.LANDED
+    assert np.array_equal(pair.target.pool[9:1009], pair.writer.pool[5:1005])
+
+
+class SlowGrants(GrantTable):
+    """Admits nothing until it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def begin(self, *arguments):
+        self.asked.set()
+        assert self.go.wait(20)
+        return super().begin(*arguments)
+
+
+def test_a_lost_connection_leaves_unknown_and_a_new_one_proves_quiet():
+    grants = SlowGrants()
+    writer = open_end(LocalEngine(), 1, 8 << 20, TCP)
+    target = open_end(LocalEngine(), 2, 8 << 20, TCP)
+    target.engine.close()
+    target.engine, target.grants = LocalEngine(), grants
+    target.engine.open(EngineConfig(target.me, grants, options=TCP))
+    pair = Pair(writer, target)
+    assert pair.attach().outcome is Outcome.LANDED
+    begun = writer.engine.submit(target.me, pair.batch([0], [0], [8 << 20]))
+    unsent = writer.engine.submit(target.me, pair.batch([0], [0], [100]))
+    assert grants.asked.wait(10)
+    pair.step()
+    writer.engine._attachments[target.me].link._socket.shutdown(socket.SHUT_RDWR)
+    assert pair.settle(begun).outcome is Outcome.FAILED_UNKNOWN
+    assert pair.settle(unsent).outcome is Outcome.FAILED_QUIET
+    assert pair.write(pair.batch([0], [0], [100])).outcome is Outcome.FAILED_QUIET
+
+    again = writer.engine.attach(target.me, target.engine.describe())
+    assert wait_for(writer.engine, again, 0.3) is None  # the old connection has not ended at the target
+    grants.go.set()
+    assert pair.settle(again).outcome is Outcome.LANDED
+    assert pair.settle(begun).outcome is Outcome.QUIET
+    assert (target.pool == GUARD).all()
+    assert not grants.in_use(writer.me, None)
+    assert_still_works(pair)
+    pair.close()
+
+
+def test_a_fence_on_one_claim_cuts_a_stopped_writer_in_mid_batch_and_spares_its_other_claims(suite):
+    process, target = suite.flooding(), suite.pair.target
+    until = time.monotonic() + 20
+    while True:
+        process.stop()
+        time.sleep(0.02)  # what was sent is received; what was not never will be while it is stopped
+        if target.grants.in_use(process.peer, 7):
+            break
+        assert time.monotonic() < until, "never stopped in the middle of a batch"
+        process.go_on()
+    suite.assert_fence_lands(target.engine.fence(process.peer, 7))
+    assert not target.grants.in_use(process.peer, 7)
+    process.go_on()
+    suite.assert_still_for(0.2)
+    target.grant(process.peer, 8)
+    answer = process.do("write", peer=[target.me.incarnation, 0], claim=8, dst=target.address, fill=0x5A)
+    assert answer["outcome"] == Outcome.LANDED.value
+    assert (target.pool[:FLOOD_BYTES] == 0x5A).all()
+    assert target.engine.info()["writers"] == {str(process.peer): "tcp"}
+
+
+def test_a_peer_that_stops_reading_blocks_neither_the_caller_nor_another_peer(suite):
+    stopped, writer = suite.spawn(), suite.pair.writer
+    stopped.do("grant", peer=[1, 0], claim=7)
+    assert suite.settled_attach(stopped).outcome is Outcome.LANDED
+    assert suite.pair.attach().outcome is Outcome.LANDED
+    stopped.stop()
+    batch = suite.pair.batch([0], [0], [FLOOD_BYTES])
+    batch = type(batch)(batch.src, np.array([stopped.address], np.uint64), batch.nbytes, FLOOD_BYTES, 7)
+    slowest, tickets = 0.0, []
+    for _ in range(20):
+        before = time.monotonic()
+        tickets.append(writer.engine.submit(stopped.peer, batch))
+        writer.engine.poll(0)
+        slowest = max(slowest, time.monotonic() - before)
+    assert suite.pair.write(suite.pair.batch([0], [0], [1 << 20])).outcome is Outcome.LANDED
+    assert slowest < 1.0
+    assert not set(tickets) & set(suite.pair.ended)
+    stopped.go_on()
+    assert all(suite.pair.settle(ticket).outcome is Outcome.LANDED for ticket in tickets)
+
+
+def test_a_stopped_target_fails_the_attach_within_its_limit_and_never_blocks_a_call(suite, monkeypatch):
+    monkeypatch.setattr(pick, "OPENING_S", 0.2)
+    process = suite.spawn()
+    process.stop()
+    before = time.monotonic()
+    ticket = suite.pair.writer.engine.attach(process.peer, process.blob)
+    assert time.monotonic() - before < 0.15
+    done = suite.pair.settle(ticket)
+    assert done.outcome is Outcome.FAILED_QUIET
+    assert "no answer" in done.cause
+
+
+def test_a_row_of_the_target_that_is_no_memory_is_named_and_the_connection_goes_on(pair):
+    assert pair.attach().outcome is Outcome.LANDED
+    pair.target.grants.add(pair.writer.me, 7, [4096], [8192])
+    bad = pair.batch([0, 0], [0, 0], [100, 100])
+    bad.dst[1] = 4096
+    done = pair.write(bad)
+    assert done.outcome is Outcome.FAILED_QUIET
+    assert "row 0 of 2 or one after it" in done.cause
+    assert "EFAULT" in done.cause
+    assert pair.write(pair.batch([0], [0], [100])).outcome is Outcome.LANDED
+
+
+GARBAGE = [
+    frames.encode_auth(bytes(32), PeerId(1)),
+    os.urandom(frames.AUTH_BYTES),
+    os.urandom(200_000),
+    b"GET / HTTP/1.1\r\n\r\n" * 5,
+    b"k",
+]
+
+
+@pytest.mark.parametrize("said", GARBAGE, ids=["token", "random", "200 kB", "http", "truncated"])
+def test_whoever_does_not_show_the_token_is_turned_away_and_counted(pair, said):
+    _, connection = raw_connection(pair)
+    connection.sendall(said)
+    if len(said) < frames.AUTH_BYTES:
+        connection.shutdown(socket.SHUT_WR)
+    assert_closed(connection)
+    assert pair.target.engine.info()["garbage"] == 1
+    assert_still_works(pair)
+
+
+def test_whoever_says_nothing_is_turned_away(pair, monkeypatch):
+    monkeypatch.setattr(tcp_door, "GREETING_S", 0.1)
+    _, connection = raw_connection(pair)
+    assert_closed(connection)
+    assert pair.target.engine.info()["garbage"] == 1
+
+
+def test_strangers_that_fill_the_door_do_not_keep_an_honest_writer_out(pair, monkeypatch):
+    monkeypatch.setattr(tcp_door, "MAX_GUESTS", 4)
+    strangers = [raw_connection(pair)[1] for _ in range(10)]
+    assert_still_works(pair)
+    for stranger in strangers:
+        stranger.close()
+
+
+HEAD = frames._BATCH
+MAGIC = frames._BATCH_MAGIC
+HUGE = 2**63
+
+
+def rows(*nbytes):
+    return np.array([[0x1000] * len(nbytes), nbytes], np.uint64).tobytes()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        HEAD.pack(MAGIC, 2**32 - 1, 1, 7, 100),
+        HEAD.pack(MAGIC, 1, 1, 7, 2**64 - 1),
+        HEAD.pack(MAGIC, 0, 1, 7, 0),
+        HEAD.pack(MAGIC, 1, 1, 7, 10) + rows(11),
+        HEAD.pack(MAGIC, 3, 1, 7, 10) + rows(HUGE, HUGE, 10),
+        HEAD.pack(b"oops", 1, 1, 7, 10) + rows(10),
+        os.urandom(200_000),
+    ],
+    ids=["rows", "bytes", "none", "sum", "sum that wraps round", "magic", "random"],
+)
+def test_a_batch_that_claims_nonsense_ends_its_connection_and_allocates_nothing(pair, frame):
+    connection = greeted_connection(pair)
+    tracemalloc.start()
+    connection.sendall(frame)
+    assert_closed(connection)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 << 20
+    assert pair.target.engine.info()["garbage"] == 1
+    assert (pair.target.pool == GUARD).all()
+    assert_still_works(pair)
+
+
+def test_a_truncated_batch_gives_its_grant_back(pair):
+    connection = greeted_connection(pair)
+    pair.target.grant(PeerId(77))
+    head = frames.encode_batch(1, 1, 7, 1000)
+    connection.sendall(head + np.array([pair.target.address, 1000], np.uint64).tobytes() + b"x" * 10)
+    deadline = time.monotonic() + 5
+    while not pair.target.grants.in_use(PeerId(77), 7) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert pair.target.grants.in_use(PeerId(77), 7)
+    connection.close()
+    while pair.target.grants.in_use(PeerId(77), 7) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not pair.target.grants.in_use(PeerId(77), 7)
+    assert_still_works(pair)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [os.urandom(500), b"", frames.encode_reply(frames.OK) + frames.encode_reply(frames.OK, 12345), b"kfR1"],
+    ids=["random", "nothing", "a ticket that was never sent", "truncated"],
+)
+def test_a_target_that_talks_nonsense_loses_the_connection_and_nothing_else(pair, reply):
+    said = blob.decode(pair.target.engine.describe())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        fake = msgspec.structs.replace(said, tcp_port=server.getsockname()[1])
+        ticket = pair.writer.engine.attach(PeerId(66), blob.encode(fake))
+        server.settimeout(5)
+        connection, _ = server.accept()
+        pair.step()
+        assert connection.recv(1000).startswith(b"kfA1")
+        connection.sendall(reply)
+        connection.close()
+        pair.settle(ticket)
+        until = time.monotonic() + 5
+        while "lost" not in pair.writer.engine.explain(PeerId(66)) and time.monotonic() < until:
+            pair.step()
+        assert "lost" in pair.writer.engine.explain(PeerId(66))
+    assert_still_works(pair)
+
+
+def test_nobody_who_listens_means_a_failed_attach_with_the_reason(pair):
+    said = blob.decode(pair.target.engine.describe())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    gone = blob.encode(msgspec.structs.replace(said, tcp_port=free))
+    done = pair.settle(pair.writer.engine.attach(PeerId(66), gone))
+    assert done.outcome is Outcome.FAILED_QUIET
+    assert "ECONNREFUSED" in done.cause
+
+
+def test_a_host_name_is_resolved_without_blocking_and_a_wrong_one_is_named(pair, monkeypatch):
+    said = blob.decode(pair.target.engine.describe())
+    named = blob.encode(msgspec.structs.replace(said, tcp_host="localhost"))
+    assert pair.settle(pair.writer.engine.attach(pair.target.me, named)).outcome is Outcome.LANDED
+    real = socket.getaddrinfo
+
+    def slow(host, *arguments, flags=0, **more):
+        if flags & socket.AI_NUMERICHOST:
+            return real(host, *arguments, flags=flags, **more)
+        time.sleep(0.3)
+        raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    wrong = blob.encode(msgspec.structs.replace(said, tcp_host="no-such-host.invalid"))
+    before = time.monotonic()
+    ticket = pair.writer.engine.attach(pair.target.me, wrong)
+    assert time.monotonic() - before < 0.2
+    done = pair.settle(ticket)
+    assert done.outcome is Outcome.FAILED_QUIET
+    assert "no-such-host.invalid" in done.cause
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost", "127.0.0.1"])
+def test_ipv6_addresses_and_names_work(host):
+    ends = []
+    for number in (1, 2):
+        end = open_end(LocalEngine(), number, 4096, TCP)
+        end.engine.close()
+        end.engine = LocalEngine()
+        config = EngineConfig(end.me, end.grants, bind_host=host, advertise_host=host, options=TCP)
+        end.engine.open(config)
+        ends.append(end)
+    pair = Pair(*ends)
+    assert pair.attach().outcome is Outcome.LANDED
+    pair.close()
+
+
+def test_a_port_range_is_searched_and_a_full_one_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        engine = LocalEngine()
+        with pytest.raises(AddressError, match=rf"127\.0\.0\.1 in the port range {taken}-{taken}"):
+            engine.open(EngineConfig(PeerId(1), GrantTable(), data_ports=(taken, taken), options=TCP))
+        engine.open(EngineConfig(PeerId(1), GrantTable(), data_ports=(taken, min(taken + 20, 65535)), options=TCP))
+        assert engine.info()["tcp_port"] > taken
+        engine.close()
+
+
+@pytest.mark.parametrize("ports", [(2, 1), (-1, 5), (1, 70000)])
+def test_a_range_that_is_none_is_refused(ports):
+    with pytest.raises(AddressError, match="data_ports"):
+        LocalEngine().open(EngineConfig(PeerId(1), GrantTable(), data_ports=ports, options=TCP))
+
+
+def test_a_host_to_bind_that_does_not_resolve_is_refused():
+    with pytest.raises(AddressError, match=r"no-such-host\.invalid"):
+        LocalEngine().open(EngineConfig(PeerId(1), GrantTable(), bind_host="no-such-host.invalid", options=TCP))
