@@ -21,9 +21,7 @@ class _Rows(NamedTuple):
     nbytes: I64
 
 
-def batches(
-    route: Route, runs: Sequence[Runs], limits: Limits, *, claim: int = 0, chunk: int = 0
-) -> Iterator[Batch]:
+def batches(route: Route, runs: Sequence[Runs], limits: Limits, *, claim: int = 0, chunk: int = 0) -> Iterator[Batch]:
     """Expand runs to rows, at most limits.rows and limits.bytes in a batch; a longer row is split.
 
     Args:
@@ -83,9 +81,7 @@ def _blocks(route: Route, runs: Sequence[Runs], most_rows: int) -> Iterator[_Row
         whole = part.tokens == leg.dst.page_tokens if leg.page_pieces else np.zeros(len(part.tokens), bool)
         for pieces in leg.pieces:
             by_page = pieces.dense and not pieces.linear
-            yield from _product(
-                pieces, _spans(leg, pieces, _only(part, ~whole) if by_page else part), most_rows
-            )
+            yield from _product(pieces, _spans(leg, pieces, _only(part, ~whole) if by_page else part), most_rows)
         for pieces in leg.page_pieces:
             yield from _product(pieces, _spans(leg, pieces, _only(part, whole)), most_rows)
 
@@ -105,9 +101,7 @@ def _spans(leg: Leg, pieces: Pieces, runs: Runs) -> _Rows:
         src, dst = np.repeat(src, count) + step, np.repeat(dst, count) + step
         count = np.ones_like(src)
     sides = (src, leg.src.page_tokens), (dst, leg.dst.page_tokens)
-    src, dst = (
-        _offset(*side, pieces.granule, pieces.page[i], pieces.token[i]) for i, side in enumerate(sides)
-    )
+    src, dst = (_offset(*side, pieces.granule, pieces.page[i], pieces.token[i]) for i, side in enumerate(sides))
     return _Rows(src, dst, count)
 
 

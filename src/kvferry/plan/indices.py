@@ -28,9 +28,7 @@ def group_concurrent_contiguous(
         InputError: the lists differ in length.
     """
     if len(src) != len(dst):
-        raise InputError(
-            f"page lists: source has {len(src)} pages, destination {len(dst)}", hint="pass pairs"
-        )
+        raise InputError(f"page lists: source has {len(src)} pages, destination {len(dst)}", hint="pass pairs")
     if not len(src):
         return [], []
     cuts = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1

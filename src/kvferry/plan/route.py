@@ -82,9 +82,7 @@ class Leg:
         lo, hi = common_extent(self.src, self.dst, prefix_tokens, num_tokens, rows)
         if lo < hi and lo % self.granule:
             what = f"space {self.dst.name!r}: token {lo} is inside a granule of {self.granule}"
-            raise InputError(
-                what, hint="a per-page field can't be cut: use a prefix that is a multiple of it"
-            )
+            raise InputError(what, hint="a per-page field can't be cut: use a prefix that is a multiple of it")
         return lo, hi
 
 
@@ -115,9 +113,7 @@ class Route:
     def leg(self, space: str) -> Leg:
         """The part in one space; raises InputError if the ranks have nothing in common there."""
         if space not in self.legs:
-            what = (
-                f"space {space!r}: prefill {self.src_rank} and decode {self.dst_rank} have nothing in common"
-            )
+            what = f"space {space!r}: prefill {self.src_rank} and decode {self.dst_rank} have nothing in common"
             raise InputError(what, hint=f"use one of {self.spaces}")
         return self.legs[space]
 
@@ -125,9 +121,7 @@ class Route:
         """Bytes that move for one token (slot, row); what covers more tokens counts by its share."""
         return sum(-(-int(p.nbytes.sum()) // p.granule) for p in self.leg(space).pieces)
 
-    def request_bytes(
-        self, prefix_tokens: int, num_tokens: int, rows: Mapping[str, int] | None = None
-    ) -> int:
+    def request_bytes(self, prefix_tokens: int, num_tokens: int, rows: Mapping[str, int] | None = None) -> int:
         """Bytes that move for a request, over all spaces.
 
         Args:
@@ -192,9 +186,7 @@ def _common(src: Layout, dst: Layout) -> tuple[_Table, I64]:
     ours, theirs = elements(src, kinds), elements(dst, kinds)
     keys, i, j = np.intersect1d(ours.key, theirs.key, assume_unique=True, return_indices=True)
     columns = ("base", "block", "page", "token")
-    base, block, page, token = (
-        np.stack([getattr(ours, name)[i], getattr(theirs, name)[j]]) for name in columns
-    )
+    base, block, page, token = (np.stack([getattr(ours, name)[i], getattr(theirs, name)[j]]) for name in columns)
     return _Table(base, block, page, token, theirs.nbytes[j], theirs.granule[j]), keys
 
 

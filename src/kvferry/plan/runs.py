@@ -89,9 +89,7 @@ def _check_held(space: Space, first: int, end: int, given: PageList) -> None:
     last = given.first_slot + len(given.indices) * space.page_tokens
     if first < end and not given.first_slot <= first <= end <= last:
         what = f"decode page list of space {space.name!r}: holds slots {given.first_slot} to {last - 1}"
-        raise InputError(
-            f"{what}, the request needs {first} to {end - 1}", hint="see num_pages() and first_slot()"
-        )
+        raise InputError(f"{what}, the request needs {first} to {end - 1}", hint="see num_pages() and first_slot()")
 
 
 def _physical(pages: PageList, slot: I64, page_tokens: int) -> I64:

@@ -1,0 +1,95 @@
+"""`supports` and `covers` answer in words that name the field, both values and the way out."""
+
+import msgspec
+import pytest
+
+from kvferry.layout import Cyclic, Ranges, Space, Window, covers, layer_major, mla, page_major, supports
+
+change = msgspec.structs.replace
+SHAPE = {"layers": 4, "kv_heads": 2, "head_dim": 4, "dtype": "bfloat16", "pages": 4, "page_tokens": 4}
+
+
+def make(preset=page_major, **rest):
+    return preset("m", **{**SHAPE, **rest})
+
+
+def test_equal_and_differently_arranged_layouts_support_each_other():
+    assert supports(make(), make()) == ""
+    assert supports(make(), make(layer_major, page_tokens=16, heads=(0, 1), layer_ids=[3])) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "dst"),
+    [
+        (("model", "'m'", "'n'"), change(make(), model="n")),
+        (("dtype", "'bfloat16'", "'float16'"), make(dtype="float16")),
+        (("kv_heads", "2", "4"), make(kv_heads=4)),
+        (("head_dim", "4", "8"), make(head_dim=8)),
+        (("spaces", "['kv']", "['swa']"), change(make(), spaces=(Space("swa"),))),
+        (("coverage of space 'kv'", "All()", "Window(tokens=9)"),
+         change(make(), spaces=(Space("kv", 4, Cyclic(), Window(9)),))),
+    ],
+)  # fmt: skip
+def test_what_differs_is_named_with_both_values(words, dst):
+    reason = supports(make(), dst)
+    assert all(word in reason for word in words), reason
+
+
+@pytest.mark.parametrize(
+    ("what", "value"), [("format", "fp8_block"), ("nbytes", 9), ("headed", False), ("granule_tokens", 4)]
+)
+def test_a_field_that_differs_is_named_with_both_values(what, value):
+    src = make()
+    v = src.tensors[1]
+    dst = change(src, tensors=(src.tensors[0], change(v, fields=(change(v.fields[0], **{what: value}),))))
+    reason = supports(src, dst)
+    assert f"{what} of field 'v' in space 'kv'" in reason
+    assert repr(value) in reason
+    assert repr(getattr(v.fields[0], what)) in reason
+
+
+def test_all_pipeline_stages_together_cover_what_one_alone_does_not():
+    stages = [make(layer_ids=[0, 1]), make(layer_ids=[2, 3])]
+    assert covers(stages, make(layer_major)) == ""
+    reason = covers(stages[:1], make())
+    assert "space 'kv', layer 2, field 'k', head 0, and 7 more (layers 2-3)" in reason
+
+
+def test_draft_layers_that_only_decode_has_are_named():
+    reason = covers([make()], make(layers=8, layer_ids=[0, 1, 2, 3, 5, 7]))
+    assert "layer 5" in reason
+    assert "(layers 5, 7)" in reason
+
+
+def test_a_head_that_no_rank_holds_is_named():
+    assert "head 1" in covers([make(heads=(0, 1))], make())
+    assert covers([make(heads=(0, 1)), make(heads=(1, 2))], make()) == ""
+
+
+def test_no_sources_cover_nothing():
+    assert "layer 0" in covers([], make())
+    assert covers([], change(make(), tensors=())) == ""
+
+
+def test_a_missing_context_parallel_rank_is_noticed():
+    ranks = [make(deal=Cyclic(4, 2, r)) for r in range(2)]
+    assert covers(ranks, make()) == ""
+    assert "decode needs token 4" in covers(ranks[:1], make())
+    assert covers(ranks[:1], make(deal=Cyclic(4, 4, 2))) == "", "this rank needs no token of the missing one"
+
+
+def test_a_context_parallel_rank_missing_in_one_stage_is_noticed():
+    grid = [make(layer_ids=[p], layers=2, deal=Ranges(2, (c,))) for p in range(2) for c in range(2)]
+    assert covers(grid, make(layers=2)) == ""
+    assert "lack it" in covers(grid[:3], make(layers=2))
+
+
+def test_a_source_without_the_space_holds_nothing_of_it():
+    other = change(make(), spaces=(Space("swa", 4),), tensors=())
+    assert covers([make(), other], make()) == ""
+
+
+def test_latent_caches_of_all_ranks_support_each_other():
+    one = mla("m", layers=2, latent_dim=8, dtype="bfloat16", pages=2, page_tokens=4)
+    assert supports(one, one) == ""
+    assert covers([one], one) == ""

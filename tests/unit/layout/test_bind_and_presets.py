@@ -1,0 +1,98 @@
+"""Presets place bytes where the serving engines have them, and bind puts them into memory."""
+
+import numpy as np
+import pytest
+
+from kvferry.errors import LayoutError
+from kvferry.ids import Rank
+from kvferry.layout import bind, layer_major, mla, page_major, validate
+from kvferry.plan import PageList
+from kvferry.testing.oracle import Memory, cells
+
+SHAPE = {"layers": 3, "kv_heads": 2, "head_dim": 4, "dtype": "float16", "pages": 5, "page_tokens": 4}
+PRESETS = [
+    lambda **rest: page_major("m", **SHAPE, **rest),
+    lambda **rest: layer_major("m", **SHAPE, **rest),
+]
+
+
+def array_of(memory, shape):
+    size = int(np.prod(shape))
+    return memory.buffer[memory.guard_bytes : memory.guard_bytes + size].reshape(shape)
+
+
+def write(layout, pages, num_tokens):
+    memory = Memory(layout)
+    validate(memory.layout, "prefill", bound=True)
+    where = cells(memory.layout, pages, 0, num_tokens)
+    memory.fill(where)
+    return memory, where
+
+
+def bytes_at(memory, where, key):
+    address, nbytes = where[key]
+    at = address - memory.buffer.ctypes.data
+    return memory.buffer[at : at + nbytes]
+
+
+@pytest.mark.parametrize("order", ["hnd", "nhd"])
+def test_page_major_is_page_layer_kv_then_the_order(order):
+    pages = {"kv": PageList(np.array([4, 2]), 0)}
+    memory, where = write(page_major("m", **SHAPE, order=order), pages, 7)
+    inner = (2, 4, 8) if order == "hnd" else (4, 2, 8)
+    block = array_of(memory, (5, 3, 2, *inner))
+    got = block[2, 1, 1, 1, 2] if order == "hnd" else block[2, 1, 1, 2, 1]
+    assert (got == bytes_at(memory, where, ("kv", 1, "v", 1, 6))).all()
+
+
+@pytest.mark.parametrize("order", ["hnd", "nhd"])
+def test_layer_major_is_all_k_layers_then_all_v_layers(order):
+    pages = {"kv": PageList(np.array([4, 2]), 0)}
+    memory, where = write(layer_major("m", **SHAPE, order=order), pages, 7)
+    inner = (2, 4, 8) if order == "hnd" else (4, 2, 8)
+    block = array_of(memory, (2, 3, 5, *inner))
+    got = block[1, 1, 2, 1, 2] if order == "hnd" else block[1, 1, 2, 2, 1]
+    assert (got == bytes_at(memory, where, ("kv", 1, "v", 1, 6))).all()
+
+
+def test_mla_has_one_latent_without_heads_per_layer():
+    layout = mla("m", layers=3, latent_dim=6, dtype="float16", pages=5, page_tokens=4)
+    memory, where = write(layout, {"kv": PageList(np.array([4, 2]), 0)}, 7)
+    got = array_of(memory, (3, 5, 4, 12))[2, 2, 1]
+    assert (got == bytes_at(memory, where, ("kv", 2, "latent", -1, 5))).all()
+    (tensor,) = mla("m", layers=9, latent_dim=6, dtype="int8", pages=1, page_tokens=4, layer_ids=[7]).tensors
+    assert tensor.layers == (7,)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_rank_holds_its_heads_and_layers_only(preset):
+    layout = preset(rank=Rank(pp=1, tp=1), heads=(1, 2), layer_ids=[2])
+    validate(layout, "decode")
+    assert {(t.layers, t.heads) for t in layout.tensors} == {((2,), ((1, 2),))}
+    assert layout.rank == Rank(0, 1, 0, 1)
+
+
+def test_an_unknown_dtype_is_refused_with_the_known_ones():
+    with pytest.raises(LayoutError, match=r"'float12'.*bfloat16"):
+        page_major("m", **{**SHAPE, "dtype": "float12"})
+
+
+def test_bind_takes_one_buffer_for_all_tensors_at_their_offsets():
+    unbound = layer_major("m", **SHAPE)
+    bound = bind(unbound, [(1 << 20, 6 * 320)])
+    assert [t.address for t in bound.tensors] == [(1 << 20) + 320 * i for i in range(6)]
+
+
+def test_bind_takes_one_buffer_for_each_tensor():
+    buffers = [((i + 1) << 20, 320) for i in range(6)]
+    assert [t.address for t in bind(layer_major("m", **SHAPE), buffers).tensors] == [a for a, _ in buffers]
+
+
+def test_bind_refuses_another_number_of_buffers():
+    with pytest.raises(LayoutError, match="2 buffers for 6 tensors"):
+        bind(layer_major("m", **SHAPE), [(1 << 20, 9999)] * 2)
+
+
+def test_bind_refuses_a_buffer_that_is_too_short():
+    with pytest.raises(LayoutError, match=r"tensor 5 needs 1600 \+ 320 bytes, its buffer has 1919"):
+        bind(layer_major("m", **SHAPE), [(1 << 20, 1919)])
