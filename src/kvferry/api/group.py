@@ -7,6 +7,7 @@ no collective hangs, and decide only about rooms that all of them have.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -20,8 +21,8 @@ I64 = npt.NDArray[np.int64]
 MinReduce = Callable[[I64], I64]
 """Element-wise minimum of an int64 array over all ranks; every rank passes the same shape."""
 
-NONE_LEFT = np.iinfo(np.int64).max
-BLOCK = 64
+MIX = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 over the golden ratio: spreads consecutive room numbers."""
 
 
 class GroupState(NamedTuple):
@@ -40,7 +41,7 @@ def poll_group(rooms: Mapping[int, BaseRoom], all_reduce: MinReduce) -> dict[int
     """Poll rooms on all ranks of a group.
 
     Args:
-        rooms: room number (below 2**63) -> sender or receiver of this rank; ranks may hold different sets.
+        rooms: room number (below 2**63 - 1) -> sender or receiver of this rank; ranks may hold different sets.
         all_reduce: the group's element-wise minimum.
 
     Returns:
@@ -59,42 +60,40 @@ def poll_group(rooms: Mapping[int, BaseRoom], all_reduce: MinReduce) -> dict[int
 
 
 def _shared(mine: list[int], all_reduce: MinReduce) -> list[int]:
-    """The rooms that every rank has; one collective where all sets are equal, a merge of blocks where not."""
+    """The rooms that every rank has; one collective where all sets are equal, a few more where not."""
     digest = hash(tuple(mine)) & (2**62 - 1)
     check = np.array([len(mine), -len(mine), digest, -digest], np.int64)
     low = all_reduce(check)
     if low[0] == -low[1] and low[2] == -low[3]:
         return mine
-    return _merge(mine, all_reduce)
+    return _intersect(mine, int(-low[1]), all_reduce)
 
 
-def _merge(mine: list[int], all_reduce: MinReduce) -> list[int]:
-    """Intersect by proposing the smallest rooms: what not all propose is dropped up to where all have looked."""
+def _intersect(mine: list[int], most: int, all_reduce: MinReduce) -> list[int]:
+    """The rooms that every rank has, in a few collectives of equal shape.
+
+    Each rank puts its rooms into a table by a hash; a cell is shared if its lowest and highest value are the same.
+    Rooms of one rank that fall into one cell are left out and tried again with another hash, until no rank has any.
+    """
     shared: list[int] = []
-    rest = list(mine)
-    while True:
-        block = rest[:BLOCK]
-        # how far this rank's block reaches; beyond the shortest reach nothing can be decided yet
-        reach = int(all_reduce(np.array([block[-1] if len(rest) > BLOCK else NONE_LEFT], np.int64))[0])
-        waiting = int(-all_reduce(np.array([-len(rest)], np.int64))[0])
-        if not waiting:
-            return shared
-        shared += _agree([room for room in block if room <= reach], all_reduce)
-        rest = [room for room in rest if room > reach]
+    rest = np.array(mine, np.int64)
+    for salt in itertools.count():
+        table, collided = _table(rest, 8 * most, salt)
+        low = all_reduce(np.concatenate([table, -table, [-collided]]))
+        cells = low[: len(table)]
+        found = cells[(cells == -low[len(table) : -1]) & (cells > 0)] - 1
+        shared += found.tolist()
+        rest = rest[~np.isin(rest, found)]
+        if low[-1] == 0:
+            break
+    return sorted(shared)
 
 
-def _agree(candidates: list[int], all_reduce: MinReduce) -> list[int]:
-    """The candidates that all ranks have: in each step the lowest proposal either is everybody's or is dropped."""
-    shared: list[int] = []
-    index = 0
-    while True:
-        proposal = candidates[index] if index < len(candidates) else NONE_LEFT
-        low, high = all_reduce(np.array([proposal, -proposal], np.int64)) * np.array([1, -1])
-        if high == NONE_LEFT:
-            return shared
-        if low == high:
-            shared.append(int(low))
-            index += 1
-        else:
-            while index < len(candidates) and candidates[index] < high:
-                index += 1
+def _table(rooms: I64, size: int, salt: int) -> tuple[I64, int]:
+    """room + 1 in the cell of each room that has one to itself, and how many rooms have not."""
+    cells = ((rooms.astype(np.uint64) + np.uint64(salt)) * MIX >> np.uint64(20)) % np.uint64(size)
+    order, counts = np.unique(cells, return_counts=True)
+    alone = np.isin(cells, order[counts == 1])
+    table = np.zeros(size, np.int64)
+    table[cells[alone].astype(np.int64)] = rooms[alone] + 1
+    return table, int(len(rooms) - alone.sum())
