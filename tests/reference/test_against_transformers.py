@@ -6,6 +6,7 @@ inside the functions only, so that the default run can collect this file without
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvferry.serve.cache import PagedCache
 from kvferry.serve.generate import greedy, prefill
 from kvferry.serve.model import Model
 from kvferry.serve.tokenizer import load_tokenizer
-from kvferry.serve.weights import ModelConfig, Weights, find_model, load
+from kvferry.serve.weights import ModelConfig, Weights, find_model, load, parameter_count
 
 pytestmark = [
     pytest.mark.reference,
@@ -39,6 +40,11 @@ def weights() -> Weights:
 
 @pytest.fixture(scope="module")
 def transformers_model(weights: Weights) -> Any:
+    return llama(weights, {"rope_type": "default"})
+
+
+def llama(weights: Weights, rope: dict[str, Any]) -> Any:
+    """transformers' model with these weights; `rope` says how its rotary positions are scaled."""
     import torch
     import transformers
 
@@ -53,7 +59,7 @@ def transformers_model(weights: Weights) -> Any:
         head_dim=c.head_dim,
         rms_norm_eps=c.rms_eps,
         max_position_embeddings=c.context_tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        rope_parameters={"rope_theta": c.rope_theta, **rope},
         tie_word_embeddings=c.tied_embeddings,
         attn_implementation="eager",
     )
@@ -129,3 +135,31 @@ def test_tokens_are_equal_and_logits_close(
         f"{len(prompt)} tokens: max |dlogit| prefill {differences[0]:.2e}, decode {differences[1:].max():.2e}"
     )
     assert differences.max() <= MOST_LOGIT_DIFFERENCE
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_llama_3_rotary_positions_are_the_plain_ones_divided_by_their_factors() -> None:
+    c = ModelConfig(
+        name="random", layers=2, heads=4, kv_heads=2, head_dim=16, hidden=64, ffn=96, vocab=101,
+        rope_theta=500000.0, rms_eps=1e-5, context_tokens=2048, tied_embeddings=True, eos_ids=(),
+    )  # fmt: skip
+    flat = np.random.default_rng(5).standard_normal(parameter_count(c), np.float32) * np.float32(0.2)
+    weights = Weights.from_flat(c, flat)
+    model = llama(weights, LLAMA3_ROPE)
+    plain = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
+    factors = plain / model.model.rotary_emb.inv_freq.numpy()
+    assert len({round(float(factor), 3) for factor in factors}) > 2  # kept, in between, and stretched in full
+    stretched = dataclasses.replace(
+        weights, config=dataclasses.replace(c, rope_factors=tuple(factors.tolist()))
+    )
+    prompt = [int(token) for token in np.random.default_rng(6).integers(0, c.vocab, 150)]
+    tokens, logits = numpy_run(stretched, prompt)
+    expected_tokens, expected_logits = transformers_run(model, prompt)
+    assert tokens == expected_tokens
+    assert np.abs(logits - expected_logits).max() <= MOST_LOGIT_DIFFERENCE
+    assert np.abs(numpy_run(weights, prompt)[1][0] - expected_logits[0]).max() > 10 * MOST_LOGIT_DIFFERENCE

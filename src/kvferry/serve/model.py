@@ -27,6 +27,8 @@ class Model:
         self.config = weights.config
         half = self.config.head_dim // 2
         self._frequencies = self.config.rope_theta ** (-np.arange(half) / half)
+        if self.config.rope_factors:
+            self._frequencies /= self.config.rope_factors
 
     def forward(self, tokens: Sequence[int], start: int, cache: PagedCache, pages: Pages) -> F32:
         """Compute consecutive tokens of one request and store their keys and values.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import ConfigError
-from kvferry.serve.gguf_file import GgufFile, read_gguf
-from kvferry.serve.weights_cache import cached_floats
+from kvferry.serve.gguf_file import GgufFile, Metadata, read_gguf
+from kvferry.serve.weights_cache import cached
 
 F32 = npt.NDArray[np.float32]
 Shape = tuple[int, ...]
@@ -40,6 +42,7 @@ class ModelConfig:
         context_tokens: the most tokens that the model was trained for.
         tied_embeddings: the LM head is the embedding.
         eos_ids: the tokens that end an answer.
+        rope_factors: what each of the head_dim / 2 rotary frequencies is divided by; none are given if all are 1.
     """
 
     name: str
@@ -55,6 +58,7 @@ class ModelConfig:
     context_tokens: int
     tied_embeddings: bool
     eos_ids: tuple[int, ...]
+    rope_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,13 @@ def find_model(path: str | None) -> Path:
     return files[0]
 
 
+class _Record(msgspec.Struct, frozen=True):
+    """What a start needs of a GGUF file besides the values; the tokenizer's keys stay packed until asked for."""
+
+    config: ModelConfig
+    tokenizer: msgspec.Raw
+
+
 def load(path: Path) -> Weights:
     """Read a model, from the cache directory's float32 copy if there is one that fits.
 
@@ -146,13 +157,35 @@ def load(path: Path) -> Weights:
     usable cache directory the weights are dequantised into private memory, at every start.
 
     Raises:
-        ConfigError: not a GGUF file of a plain Llama model, damaged, or of a storage type that can't be read.
+        ConfigError: not a GGUF file of a plain Llama model, damaged, or of a storage type that can't be read;
+            or it has to be read for the first time and the package gguf is not installed.
     """
+    record, values = _read(path)
+    return Weights.from_flat(record.config, values())
+
+
+def tokenizer_metadata(path: Path) -> Metadata:
+    """The keys of a GGUF file that begin with "tokenizer.", through the same cache as `load`.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    record, _ = _read(path)
+    return Metadata(path, msgspec.msgpack.decode(record.tokenizer, type=dict[str, Any]))
+
+
+def _read(path: Path) -> tuple[_Record, Callable[[], F32]]:
+    packed, values = cached(path, partial(_make, path))
+    return msgspec.msgpack.decode(packed, type=_Record), values
+
+
+def _make(path: Path) -> tuple[bytes, Iterator[F32]]:
     gguf = read_gguf(path)
     config = read_config(gguf)
     _check_tensors(gguf, config)
-    flat = cached_floats(gguf, parameter_count(config), partial(_pieces, gguf, config))
-    return Weights.from_flat(config, flat)
+    keys = {key: value for key, value in gguf.entries.items() if key.startswith("tokenizer.")}
+    record = _Record(config, msgspec.Raw(msgspec.msgpack.encode(keys)))
+    return msgspec.msgpack.encode(record), _pieces(gguf, config)
 
 
 def read_config(gguf: GgufFile) -> ModelConfig:
@@ -161,28 +194,29 @@ def read_config(gguf: GgufFile) -> ModelConfig:
     Raises:
         ConfigError: another architecture than llama, a feature that is not computed here, or a missing key.
     """
-    architecture = gguf.metadata.get("general.architecture")
+    architecture = gguf.entries.get("general.architecture")
     if architecture != "llama":
         raise ConfigError(
             f"{gguf.path}: architecture {architecture!r}; the reference model computes 'llama' only",
-            hint="use a Llama-family file such as SmolLM2, Llama 2 or TinyLlama",
+            hint="use a Llama-family file such as SmolLM2 or Llama 3",
         )
     hidden, heads = gguf.value("llama.embedding_length", int), gguf.value("llama.attention.head_count", int)
-    embedding = gguf.tensors.get("token_embd.weight")
+    embedding = gguf.shape("token_embd.weight")
     config = ModelConfig(
-        name=str(gguf.metadata.get("general.name", gguf.path.stem)),
+        name=str(gguf.entries.get("general.name", gguf.path.stem)),
         layers=gguf.value("llama.block_count", int),
         heads=heads,
         kv_heads=gguf.value("llama.attention.head_count_kv", int, heads),
         head_dim=gguf.value("llama.attention.key_length", int, hidden // max(heads, 1)),
         hidden=hidden,
         ffn=gguf.value("llama.feed_forward_length", int),
-        vocab=embedding.shape[0] if embedding else 0,
+        vocab=embedding[0] if embedding else 0,
         rope_theta=gguf.value("llama.rope.freq_base", float, 10000.0),
         rms_eps=gguf.value("llama.attention.layer_norm_rms_epsilon", float),
         context_tokens=gguf.value("llama.context_length", int),
         tied_embeddings="output.weight" not in gguf.tensors,
         eos_ids=_eos_ids(gguf),
+        rope_factors=_rope_factors(gguf),
     )
     _check_config(gguf, config)
     return config
@@ -190,17 +224,23 @@ def read_config(gguf: GgufFile) -> ModelConfig:
 
 def _eos_ids(gguf: GgufFile) -> tuple[int, ...]:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    return tuple(dict.fromkeys(gguf.value(key, int) for key in keys if key in gguf.metadata))
+    return tuple(dict.fromkeys(gguf.value(key, int) for key in keys if key in gguf.entries))
+
+
+def _rope_factors(gguf: GgufFile) -> tuple[float, ...]:
+    """Llama 3's stretching of the rotary positions, which converters have computed already."""
+    name = "rope_freqs.weight"
+    return tuple(gguf.dequantized(name).ravel().tolist()) if name in gguf.tensors else ()
 
 
 def _check_config(gguf: GgufFile, config: ModelConfig) -> None:
-    scaling = gguf.metadata.get("llama.rope.scaling.type", "none")
+    scaling = gguf.entries.get("llama.rope.scaling.type", "none")
     rotated = gguf.value("llama.rope.dimension_count", int, config.head_dim)
     problem = ""
-    if min(config.layers, config.heads, config.kv_heads) < 1 or config.heads % config.kv_heads:
-        problem = (
-            f"{config.layers} layers, {config.heads} heads and {config.kv_heads} KV heads do not fit together"
-        )
+    if not 0 < config.layers <= len(gguf.tensors):
+        problem = f"{config.layers} layers do not fit its {len(gguf.tensors)} tensors"
+    elif min(config.heads, config.kv_heads) < 1 or config.heads % config.kv_heads:
+        problem = f"{config.heads} heads and {config.kv_heads} KV heads do not fit together"
     elif config.head_dim < 2 or config.head_dim % 2 or rotated != config.head_dim:
         problem = f"{rotated} of {config.head_dim} dimensions are rotated; all of an even number are needed"
     elif scaling != "none":
@@ -213,9 +253,9 @@ def _check_tensors(gguf: GgufFile, config: ModelConfig) -> None:
     """Every expected tensor is there in its shape, and no other: a bias left out would be a silent error."""
     expected = _tensor_shapes(config)
     for name, shape in expected.items():
-        found = gguf.tensors.get(name)
-        if found is None or found.shape != shape:
-            what = f"has shape {list(found.shape)}" if found else "is missing"
+        found = gguf.shape(name)
+        if found != shape:
+            what = "is missing" if found is None else f"has shape {list(found)}"
             raise ConfigError(f"{gguf.path}: tensor {name} {what}; shape {list(shape)} is needed")
     foreign = sorted(gguf.tensors.keys() - expected.keys())
     if foreign:
@@ -236,6 +276,8 @@ def _tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"token_embd.weight": (config.vocab, hidden), "output_norm.weight": (hidden,)}
     if not config.tied_embeddings:
         shapes["output.weight"] = (config.vocab, hidden)
+    if config.rope_factors:
+        shapes["rope_freqs.weight"] = (config.head_dim // 2,)
     return shapes | {
         f"blk.{i}.{name}.weight": shape for i in range(config.layers) for name, shape in block.items()
     }

@@ -1,7 +1,8 @@
-"""The float32 form of a model's weights, kept in one file that all workers of a machine map.
+"""What is made of a model file, kept in one file that all workers of a machine map: a record and float32 values.
 
 A worker then starts in a fraction of a second, and two workers share the pages. The file begins with a digest
-of what it was made from; one that is cut off, or made from another state of its source, is written anew.
+of what it was made from and of its own length; one that is cut off, or made from another state of its source,
+is written anew.
 """
 
 from __future__ import annotations
@@ -10,71 +11,71 @@ import fcntl
 import hashlib
 import logging
 import os
+import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.serve.gguf_file import GgufFile
-
 F32 = npt.NDArray[np.float32]
-Pieces = Callable[[], Iterator[F32]]
+Made = tuple[bytes, Callable[[], F32]]
+"""The record, and what gives the float32[N] values."""
+Make = Callable[[], tuple[bytes, Iterator[F32]]]
+"""Reads the source, once: the record, and the values piece by piece, so that they are never held twice."""
 
-_MAGIC = b"kvferry float32 weights, form 1\n"
-_HEAD_BYTES = 64
+# magic, digest, length of the record; then the values, aligned as BLAS likes them; then the record
+_HEAD = struct.Struct("<32s24sQ")
+_MAGIC = b"kvferry float32 model, form 2\n".ljust(32)
+_SAMPLE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
-def cached_floats(source: GgufFile, count: int, pieces: Pieces) -> F32:
-    """The pieces, one after the other, as one flat read-only array that is mapped from the cache directory.
+def cached(source: Path, make: Make) -> Made:
+    """What `make` makes of the source, from the cache directory if it is there; the values are read-only then.
 
-    Where the cache directory can't be used (no home, read-only, full) the array lies in private memory
-    instead, and is writable.
+    Where the cache directory can't be used (no home, read-only, full) the values are made in private memory
+    when they are asked for, and are writable.
 
     Args:
-        source: the file that the pieces are made from.
-        count: number of values in all pieces together.
-        pieces: begins to make them, one at a time; not called if the cache holds them.
-
-    Returns:
-        float32[count].
+        source: the file that it is made from.
+        make: makes it; not called if the cache holds it.
     """
     try:
-        return _through_cache(source, count, pieces)
+        return _through_cache(source, make)
     except OSError as error:
-        _log.warning("%s: weights can't be cached, every start dequantises them: %s", source.path, error)
-    return _joined(count, pieces)
+        _log.warning("%s: weights can't be cached, every start makes them anew: %s", source, error)
+    record, pieces = make()
+    return record, partial(_joined, pieces)
 
 
-def _joined(count: int, pieces: Pieces) -> F32:
-    flat = np.empty(count, np.float32)
-    at = 0
-    for piece in pieces():
-        flat[at : at + piece.size] = piece.ravel()
-        at += piece.size
-    return flat
+def _joined(pieces: Iterator[F32]) -> F32:
+    values = bytearray()
+    for piece in pieces:
+        values += np.ascontiguousarray(piece).data
+    return np.frombuffer(values, np.float32)
 
 
-def _through_cache(source: GgufFile, count: int, pieces: Pieces) -> F32:
+def _through_cache(source: Path, make: Make) -> Made:
     folder = _cache_folder()
-    identity = hashlib.blake2b(str(source.path.resolve()).encode(), digest_size=4).hexdigest()
-    file = folder / f"{source.path.stem}-{identity}.f32"
-    head = _head(source)
-    cached = _mapped(file, head, count)
-    if cached is not None:
-        return cached
+    identity = hashlib.blake2b(str(source.resolve()).encode(), digest_size=4).hexdigest()
+    file = folder / f"{source.stem}-{identity}.f32"
+    key = _key(source)
+    found = _mapped(file, key)
+    if found is not None:
+        return found
     folder.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as lock:
         # of two workers that start together the second waits here, and then maps what the first has written
         fcntl.flock(lock, fcntl.LOCK_EX)
-        cached = _mapped(file, head, count)
-        if cached is None:
-            _write(file, head, pieces)
-            cached = _mapped(file, head, count)
-    if cached is None:
+        found = _mapped(file, key)
+        if found is None:
+            _write(file, key, make)
+            found = _mapped(file, key)
+    if found is None:
         raise OSError(f"{file} was changed while it was written")
-    return cached
+    return found
 
 
 def _cache_folder() -> Path:
@@ -84,32 +85,46 @@ def _cache_folder() -> Path:
     return Path(base) / "kvferry"
 
 
-def _head(source: GgufFile) -> bytes:
-    status = source.path.stat()
-    digest = hashlib.blake2b(digest_size=_HEAD_BYTES - len(_MAGIC))
-    digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
-    digest.update(source.content[: source.header_bytes])
-    return _MAGIC + digest.digest()
+def _key(source: Path) -> bytes:
+    """Names one state of the source."""
+    with source.open("rb") as file:
+        status = os.fstat(file.fileno())
+        return f"{status.st_size} {status.st_mtime_ns}\n".encode() + file.read(_SAMPLE_BYTES)
 
 
-def _mapped(file: Path, head: bytes, count: int) -> F32 | None:
+def _head(key: bytes, file_bytes: int, record_bytes: int) -> bytes:
+    digest = hashlib.blake2b(key, digest_size=24)
+    digest.update(f"{file_bytes} {record_bytes}".encode())
+    return _HEAD.pack(_MAGIC, digest.digest(), record_bytes)
+
+
+def _mapped(file: Path, key: bytes) -> Made | None:
     try:
-        with file.open("rb") as cached:
-            is_whole = os.fstat(cached.fileno()).st_size == len(head) + 4 * count
-            if not is_whole or cached.read(len(head)) != head:
+        with file.open("rb") as opened:
+            head, file_bytes = opened.read(_HEAD.size), os.fstat(opened.fileno()).st_size
+            record_bytes = int.from_bytes(head[-8:], "little")
+            if head != _head(key, file_bytes, record_bytes):
                 return None
-            return np.asarray(np.memmap(cached, np.float32, "r", offset=len(head)))
+            count = (file_bytes - _HEAD.size - record_bytes) // 4
+            values = np.asarray(np.memmap(opened, np.float32, "r", offset=_HEAD.size, shape=(count,)))
+            opened.seek(-record_bytes, os.SEEK_END)
+            return opened.read(), lambda: values
     except FileNotFoundError:
         return None
 
 
-def _write(file: Path, head: bytes, pieces: Pieces) -> None:
+def _write(file: Path, key: bytes, make: Make) -> None:
+    record, pieces = make()
     unfinished = file.with_suffix(".tmp")
     try:
         with unfinished.open("wb") as out:
-            out.write(head)
-            for piece in pieces():
+            out.seek(_HEAD.size)
+            for piece in pieces:
                 out.write(np.ascontiguousarray(piece).data)
+            out.write(record)
+            file_bytes = out.tell()
+            out.seek(0)
+            out.write(_head(key, file_bytes, len(record)))
             out.flush()
             os.fsync(out.fileno())
         os.replace(unfinished, file)

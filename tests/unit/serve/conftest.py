@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -125,8 +126,8 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarr
 
 
 @pytest.fixture
-def tiny_gguf(tmp_path: Path, tiny_weights: Weights) -> Callable[..., Path]:
-    """Write the tiny model; a value of None leaves a key or tensor out."""
+def tiny_gguf(tmp_path: Path, tiny_weights: Weights, cache_home: Path) -> Callable[..., Path]:
+    """Write the tiny model; a value of None leaves a key or tensor out. It is cached under `cache_home`."""
 
     def write(
         metadata: Mapping[str, Any] = EMPTY, tensors: Mapping[str, Any] = EMPTY, arch: str = "llama"
@@ -144,6 +145,12 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "cache-home"
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     return home
+
+
+@pytest.fixture
+def only_the_cache(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it: from then on importing gguf fails, so that a model can only come from the cache."""
+    return lambda: monkeypatch.setitem(sys.modules, "gguf", None)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")

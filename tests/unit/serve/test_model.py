@@ -8,7 +8,7 @@ import pytest
 from kvferry.errors import InputError
 from kvferry.serve.cache import PagedCache
 from kvferry.serve.model import Model
-from kvferry.serve.weights import Weights
+from kvferry.serve.weights import Weights, load
 
 
 def naive_logits(weights: Weights, tokens: list[int]) -> np.ndarray:
@@ -20,7 +20,9 @@ def naive_logits(weights: Weights, tokens: list[int]) -> np.ndarray:
         return row / (np.mean(row**2) + c.rms_eps) ** 0.5 * weight
 
     def rotated(vector, position):
-        turn = np.exp(1j * position * c.rope_theta ** (-2 * np.arange(d // 2) / d))
+        frequencies = c.rope_theta ** (-2 * np.arange(d // 2) / d)
+        stretched = [f / by for f, by in zip(frequencies, c.rope_factors or [1] * (d // 2), strict=True)]
+        turn = np.exp(1j * position * np.array(stretched))
         pairs = (vector[: d // 2] + 1j * vector[d // 2 :]) * turn
         return np.concatenate([pairs.real, pairs.imag])
 
@@ -52,6 +54,20 @@ def test_logits_equal_a_naive_implementation_without_pages(tiny_model, tiny_weig
     expected = naive_logits(tiny_weights, tokens)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_stretched_rotary_positions_of_a_file_are_computed(
+    tiny_gguf, tiny_model, tiny_weights, new_cache, tokens
+):
+    factors = np.array([1, 1.5, 4, 32], np.float32)
+    stretched = Model(load(tiny_gguf(tensors={"rope_freqs.weight": factors})))
+    assert stretched.config.rope_factors == (1, 1.5, 4, 32)
+    config = dataclasses.replace(tiny_weights.config, rope_factors=stretched.config.rope_factors)
+    expected = naive_logits(dataclasses.replace(tiny_weights, config=config), tokens)
+    cache = new_cache(dtype="float32")
+    logits, plain = (m.forward(tokens, 0, cache, cache.allocate(3)) for m in (stretched, tiny_model))
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
+    assert np.abs(logits - plain).max() > 0.01
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 42])

@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.serve.tokenizer import load_tokenizer
+from kvferry.serve.weights import load
 
 CHATML = "{{ '<|im_start|>' + message['role'] }}"
 
@@ -43,6 +44,52 @@ def test_a_chatml_template_gives_turns(tiny_gguf):
     )
 
 
+LLAMA3 = {
+    "tokenizer.ggml.pre": "llama-bpe",
+    "tokenizer.ggml.tokens": ["<bos>", *"abcs1234'", "\u0120", "ab", "abc", "123", "'s", "\u0120a"],
+    "tokenizer.ggml.token_type": [3] + [1] * 15,
+    "tokenizer.ggml.merges": ["a b", "' s"],
+    "tokenizer.ggml.bos_token_id": 0,
+}
+
+
+def test_llama_3_begins_with_a_token_unless_the_file_denies_it(tiny_gguf):
+    assert load_tokenizer(tiny_gguf(LLAMA3)).encode("ab") == [0, 11]
+    assert load_tokenizer(tiny_gguf({**LLAMA3, "tokenizer.ggml.add_bos_token": False})).encode("ab") == [11]
+
+
+def test_llama_3_cuts_text_by_its_rule_and_takes_whole_words_without_merges(tiny_gguf):
+    tokenizer = load_tokenizer(tiny_gguf(LLAMA3))
+    for text, ids in {"1234": [13, 8], "abc's": [12, 14], "abca": [11, 3, 1], "b  a": [2, 10, 15]}.items():
+        assert tokenizer.encode(text) == [0, *ids], text
+        assert tokenizer.decode([0, *ids]) == text
+
+
+def test_a_llama_3_template_gives_turns(tiny_gguf):
+    tokenizer = load_tokenizer(tiny_gguf({"tokenizer.chat_template": "{{ '<|start_header_id|>' + role }}"}))
+    assert tokenizer.chat_text([("system", "ab"), ("user", "abc")]) == (
+        "<|start_header_id|>system<|end_header_id|>\n\nab<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nabc<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_a_cached_start_needs_no_gguf_and_gives_the_same_tokenizer(tiny_gguf, only_the_cache):
+    path = tiny_gguf({**LLAMA3, "tokenizer.chat_template": CHATML})
+    load(path)
+    only_the_cache()
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("1234") == [0, 13, 8]
+    assert tokenizer.chat_text([]) == "<|im_start|>assistant\n"
+
+
+def test_a_model_with_a_foreign_tokenizer_still_loads(tiny_gguf):
+    path = tiny_gguf({"tokenizer.ggml.model": "llama"})
+    assert load(path).config.name == "tiny"
+    with pytest.raises(ConfigError, match="tokenizer 'llama'"):
+        load_tokenizer(path)
+
+
 def test_without_a_template_a_chat_is_plain_text(tiny_gguf):
     assert load_tokenizer(tiny_gguf()).chat_text([("user", "abc"), ("user", "a")]) == "abc\na\n"
 
@@ -52,9 +99,11 @@ def test_without_a_template_a_chat_is_plain_text(tiny_gguf):
     [
         ({"tokenizer.ggml.model": "llama"}, "tokenizer 'llama'"),
         ({"tokenizer.ggml.model": None}, "tokenizer None"),
-        ({"tokenizer.ggml.pre": "llama-bpe"}, "rule 'llama-bpe'"),
+        ({"tokenizer.ggml.pre": "qwen2"}, "rule 'qwen2'"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
-        ({"tokenizer.ggml.merges": ["a z"]}, "'a z'"),
+        ({"tokenizer.ggml.merges": ["a z"]}, "merges do not fit together: .*`z`"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "merges do not fit together"),
+        ({"tokenizer.ggml.merges": [1, 2]}, "merges do not fit together"),
         ({"tokenizer.ggml.add_bos_token": True}, "bos_token_id is missing"),
     ],
 )

