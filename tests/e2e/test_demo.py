@@ -32,7 +32,7 @@ def test_the_decode_process_goes_on_from_the_same_bytes(options):
 
 
 def test_a_short_prompt_and_the_summary():
-    ended = demo("--prompt", "The capital of France is", "--max-new-tokens", "6")
+    ended = demo("--prompt", "What is the capital of France?", "--max-new-tokens", "8")
     assert ended.returncode == 0, ended.stderr
     assert "equal to the last bit" in ended.stdout
     assert "of a memcpy" in ended.stdout
