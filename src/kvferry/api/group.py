@@ -23,6 +23,7 @@ MinReduce = Callable[[I64], I64]
 
 MIX = np.uint64(0x9E3779B97F4A7C15)
 """2**64 over the golden ratio: spreads consecutive room numbers."""
+SALT = 0x51ED270B
 
 
 class GroupState(NamedTuple):
@@ -90,8 +91,10 @@ def _intersect(mine: list[int], most: int, all_reduce: MinReduce) -> list[int]:
 
 
 def _table(rooms: I64, size: int, salt: int) -> tuple[I64, int]:
-    """room + 1 in the cell of each room that has one to itself, and how many rooms have not."""
-    cells = ((rooms.astype(np.uint64) + np.uint64(salt)) * MIX >> np.uint64(20)) % np.uint64(size)
+    """The cells, with room + 1 where a room has one to itself, and the number of rooms that have not."""
+    mixed = (rooms.astype(np.uint64) ^ np.uint64(salt * SALT)) * MIX
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * MIX  # twice, so that another salt parts what met with this one
+    cells = (mixed >> np.uint64(32)) % np.uint64(size)
     order, counts = np.unique(cells, return_counts=True)
     alone = np.isin(cells, order[counts == 1])
     table = np.zeros(size, np.int64)

@@ -1,17 +1,18 @@
 """The book: all room state of one process. Events and time in, effects out; no I/O, no clock, no thread.
 
-Five maps: offers, claims, room -> live offer (and claim), links by (peer, claim), tombstones by room. Nothing here
-has a timer of its own: everything that expires is looked at by `on_tick(now)`.
+Its maps: offers, claims, room -> live offer (and claim), links by (peer, claim), parked links and tombstones by room.
+How links come into them is the subject of `joining`, how all of it goes that of `forgetting`. Nothing here has a timer
+of its own: everything that expires is looked at by `on_tick(now)`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any, NamedTuple
 
 from kvferry.errors import Code, Reason, RoomInUse
 from kvferry.ids import PeerId
-from kvferry.proto import rules
+from kvferry.proto import joining, rules
 from kvferry.proto.claim import Claim, SourceView
 from kvferry.proto.effects import (
     Changed,
@@ -19,7 +20,6 @@ from kvferry.proto.effects import (
     ClaimFacts,
     Effect,
     Fence,
-    Forget,
     Kind,
     OfferFacts,
     RouteSize,
@@ -28,6 +28,7 @@ from kvferry.proto.effects import (
     Times,
     Where,
 )
+from kvferry.proto.forgetting import forget_claim, forget_links, forget_offer, forget_peer
 from kvferry.proto.offer import Link, Offer
 from kvferry.proto.peer import Peer
 from kvferry.proto.rules import (
@@ -41,7 +42,10 @@ from kvferry.proto.rules import (
     PeerState,
     fire,
 )
-from kvferry.wire import InfoPhase, Tick, TransferInfo, TransferStatus
+from kvferry.wire import Tick, TransferInfo, TransferStatus
+
+ROOM_MESSAGES = (TransferInfo, TransferStatus, Tick)
+"""What `receive` takes; a peer can send any kind of message at any time."""
 
 
 class Tombstone(NamedTuple):
@@ -68,7 +72,7 @@ class Book:
         self.offer_of: dict[int, int] = {}
         self.claim_of: dict[int, int] = {}
         self.links: dict[tuple[PeerId, int], Link] = {}
-        self.parked: defaultdict[int, list[Link]] = defaultdict(list)
+        self.parked: dict[int, list[Link]] = {}
         self.tombstones: dict[int, Tombstone] = {}
         self.peers: dict[PeerId, Peer] = {}
         self.jobs: dict[int, Link] = {}
@@ -88,8 +92,8 @@ class Book:
         offer = Offer(self, self._number("offer"), room)
         self.offers[offer.id] = offer
         self.offer_of[room] = offer.id
-        for link in self.parked.pop(room, []):
-            self._try_join(offer, link)
+        for link in list(self.parked.get(room, [])):
+            joining.join(self, offer, link)
         if self._closing:
             offer.failing(self._closing)
         return self._done(offer)
@@ -109,6 +113,7 @@ class Book:
         if offer is not None:
             offer.not_ready.discard(chunk)
             offer.pump()
+            offer.consider()
             self._done(offer)
 
     # -- schedulers: the receiver's room
@@ -138,7 +143,6 @@ class Book:
             claim.resolved(sources)
             for source in sources:
                 self.peers[source.peer].expect_memory()
-            claim.consider()
         self._done(claim)
 
     def metadata(self, now: float, number: int, facts: ClaimFacts) -> None:
@@ -147,8 +151,7 @@ class Book:
         claim = self.claims.get(number)
         if claim is None:
             return
-        self._late(fire(CLAIM, claim, ClaimEvent.METADATA, facts))
-        claim.consider()
+        self.late(fire(CLAIM, claim, ClaimEvent.METADATA, facts))
         self._done(claim)
 
     # -- schedulers: either room
@@ -176,19 +179,20 @@ class Book:
         self._done(thing)
 
     def operator_release(self, now: float, kind: Kind, number: int) -> None:
-        """An operator vouches that nothing of this room can land any more."""
+        """An operator vouches that nothing of this failed room can land any more; others stay as they are."""
         self.now = now
         thing = self.room(kind, number)
+        if thing is None or thing.state not in rules.DRAINS:
+            return
         if isinstance(thing, Offer):
             for link in thing.links:
                 for job in list(link.jobs):
                     self._end(thing, link, job)
-        elif isinstance(thing, Claim):
+        else:
             for view in thing.views.values():
                 view.quiet_seen = True
-        if thing is not None:
-            thing.consider()
-            self._done(thing)
+        thing.consider()
+        self._done(thing)
 
     def shutdown(self, now: float, reason: Reason) -> None:
         """Fail every live room and refuse new ones."""
@@ -219,17 +223,16 @@ class Book:
             return
         for link in [link for link in self.links.values() if link.peer == peer]:
             if link.offer is None:
-                self._unpark(link)
-            elif link.offer.state in rules.LIVE_OFFERS:
+                joining.unpark(self, link)
+            elif link.offer.state in rules.LIVE_OFFERS and not link.over:
                 link.offer.failing(reason)
         views = [self.claims[number].views[peer] for number in sorted(record.claims)]
         for view in views:
-            view.claim.failing(reason)
+            if not view.delivered:  # who has delivered owes nothing: others may still be sending
+                view.claim.failing(reason)
         if any(not view.quiet for view in views) and not record.fenced:
             record.fenced = True
             self.emit(Fence(peer, None))
-        for view in views:
-            view.claim.consider()
         self._flush()
 
     def peer_gone(self, now: float, peer: PeerId) -> None:
@@ -260,80 +263,15 @@ class Book:
         """A room message of a peer."""
         self.now = now
         record = self.peers.get(peer)
-        if record is None or not record.may_speak:
+        if record is None or not record.may_speak or not isinstance(message, ROOM_MESSAGES):
             self.counts["foreign"] += 1
         elif isinstance(message, TransferInfo):
-            self._on_info(record, message)
+            joining.hear(self, record, message)
         elif isinstance(message, TransferStatus):
             self._on_status(record, message)
         else:
             self._on_tick(record, message)
         self._flush()
-
-    def _on_info(self, record: Peer, info: TransferInfo) -> None:
-        key = (record.id, info.claim)
-        link = self.links.get(key)
-        if info.claim < record.low_claim:
-            self.counts["late"] += 1
-            return
-        if link is None:
-            if info.phase is InfoPhase.CLOSED and not rules.REMEMBER_CLOSED:
-                return
-            link = self.links[key] = Link(self, record.id, info)
-        if not link.talk.hear(info.rev, info.ack, info.want_ack):
-            return
-        if link.info.phase is InfoPhase.OPEN and info.phase is not InfoPhase.CLOSED:
-            link.info = info  # once pages were named they stay: writes go by what was checked then
-        self._follow(link, info)
-
-    def _follow(self, link: Link, info: TransferInfo) -> None:
-        """Act on a newer snapshot of a claim."""
-        if link.refused:
-            return
-        if info.phase is InfoPhase.CLOSED:
-            self._closed(link, info)
-        elif link.offer is not None:
-            if link.offer.state in rules.LIVE_OFFERS and link.offer.check(link):
-                link.offer.pump()
-                link.offer.consider()
-        else:
-            self._find_offer(link)
-
-    def _closed(self, link: Link, info: TransferInfo) -> None:
-        if link.offer is None:
-            self._unpark(link)
-            if rules.REMEMBER_CLOSED:
-                link.refuse(info.reason or self.where.reason(Code.ABORTED, "the claim was closed"))
-                link.refused = True
-        elif not info.success:
-            link.offer.failing(info.reason or self.where.reason(Code.ABORTED, "the claim was closed"))
-
-    def _find_offer(self, link: Link) -> None:
-        offer = self.offers.get(self.offer_of.get(link.info.room, 0))
-        tomb = self.tombstones.get(link.info.room)
-        if offer is not None and offer.state in rules.LIVE_OFFERS:
-            self._try_join(offer, link)
-        elif tomb is not None and link.peer not in tomb.peers and not _tags_differ(tomb.tag, link.info.tag):
-            link.refuse(tomb.reason)
-        elif link in self.parked[link.info.room]:
-            return
-        elif self.counts[f"parked {link.peer}"] >= rules.PARKED_PER_PEER:
-            cause = f"{rules.PARKED_PER_PEER} claims of this peer wait for offers already"
-            link.refuse(self.where.reason(Code.REFUSED, cause, peer=str(link.peer)))
-        else:
-            self.parked[link.info.room].append(link)
-            self.counts[f"parked {link.peer}"] += 1
-
-    def _try_join(self, offer: Offer, link: Link) -> None:
-        self._unpark(link)
-        if any(other.peer == link.peer for other in offer.links):
-            cause = "an earlier claim of the same process is in this offer already"
-            link.refuse(self.where.reason(Code.REFUSED, cause, peer=str(link.peer)))
-            return
-        if not (offer.tag and link.info.tag):
-            self.counts["untagged"] += 1
-        self._late(fire(OFFER, offer, OfferEvent.JOIN, link))
-        offer.consider()
 
     def _on_status(self, record: Peer, status: TransferStatus) -> None:
         claim = self.claims.get(status.claim)
@@ -343,17 +281,18 @@ class Book:
             return
         if not view.talk.hear(status.rev, status.ack, status.want_ack):
             return
-        self._late(fire(CLAIM, claim, ClaimEvent.STATUS, view, status))
+        self.late(fire(CLAIM, claim, ClaimEvent.STATUS, view, status))
         claim.consider()
-        self._forget_claim(claim)
+        forget_claim(self, claim)
 
     def _on_tick(self, record: Peer, tick: Tick) -> None:
         if not record.hear(tick):
             return
         for other in list(self.peers.values()):
-            if other.id.incarnation == record.id.incarnation and other.id.epoch < tick.quiet_below:
+            earlier = other.id.incarnation == record.id.incarnation and other.id.epoch < tick.quiet_below
+            if earlier and other.state is PeerState.LOST:
                 self.peer_gone(self.now, other.id)
-        self._forget_links(record)
+        forget_links(self, record)
 
     # -- the engine
 
@@ -395,7 +334,7 @@ class Book:
         self._done(offer)
 
     def _end(self, offer: Offer, link: Link, job: int, nbytes: int = 0, landed: bool = False) -> None:
-        self._late(fire(OFFER, offer, OfferEvent.LAND, link, job, nbytes, landed))
+        self.late(fire(OFFER, offer, OfferEvent.LAND, link, job, nbytes, landed))
 
     # -- time
 
@@ -415,12 +354,12 @@ class Book:
             tick = peer.tick(self, now)
             if tick is not None:
                 self.emit(Send(peer.id, tick))
-            self._forget_links(peer)
-            self._forget_peer(peer)
+            forget_links(self, peer)
+            forget_peer(self, peer)
         for claim in list(self.claims.values()):
-            self._forget_claim(claim)
+            forget_claim(self, claim)
         for offer in list(self.offers.values()):
-            self._forget_offer(offer)
+            forget_offer(self, offer)
         self._flush()
 
     def take_effects(self) -> list[Effect]:
@@ -430,34 +369,14 @@ class Book:
         return effects
 
     @property
+    def next_claim(self) -> int:
+        """The number that the next claim will have."""
+        return self._next["claim"]
+
+    @property
     def idle(self) -> bool:
         """Nothing is remembered but peers that are READY."""
         return not (self.offers or self.claims or self.links or self.jobs)
-
-    # -- what peers are told
-
-    def low_claim(self, peer: Peer) -> int:
-        """Every claim below this number is over as far as the peer is concerned."""
-        unresolved = (claim.id for claim in self.claims.values() if claim.state is rules.ClaimState.RESOLVING)
-        return min([self._next["claim"], *peer.claims, *unresolved])
-
-    def remembered(self, peer: Peer) -> int:
-        """How many of the peer's claims are remembered here."""
-        return sum(link.peer == peer.id for link in self.links.values())
-
-    def quiet_below(self, peer: Peer) -> int:
-        """Nothing of this process's writes over links of the peer's process with a lower epoch can land any more."""
-        busy = [
-            link.peer.epoch for link in self.jobs.values() if link.peer.incarnation == peer.id.incarnation
-        ]
-        return min([peer.id.epoch, *busy])
-
-    def unproven_before(self, peer: Peer) -> bool:
-        """Whether pages wait for a proof about an earlier epoch of the peer's process."""
-        return any(
-            other.id.incarnation == peer.id.incarnation and other.state is PeerState.LOST and other.claims
-            for other in self.peers.values()
-        )
 
     # -- for offers and claims
 
@@ -485,7 +404,7 @@ class Book:
         self.now = now
         offer = self.offers.get(number)
         if offer is not None:
-            self._late(fire(OFFER, offer, event, *args))
+            self.late(fire(OFFER, offer, event, *args))
             offer.consider()
             self._done(offer)
 
@@ -520,20 +439,14 @@ class Book:
         record = self.peers.get(peer)
         return record is not None and record.state is PeerState.READY
 
-    def _late(self, taken: bool) -> None:
+    def late(self, taken: bool) -> None:
+        """Count an event that came too late to be taken."""
         if not taken:
             self.counts["late"] += 1
 
     def _number(self, what: str) -> int:
         self._next[what] += 1
         return self._next[what] - 1
-
-    def _unpark(self, link: Link) -> None:
-        parked = self.parked.get(link.info.room, [])
-        if link in parked:
-            parked.remove(link)
-        if not parked:
-            self.parked.pop(link.info.room, None)
 
     def _done(self, thing: Offer | Claim) -> int:
         kind = Kind.OFFER if isinstance(thing, Offer) else Kind.CLAIM
@@ -551,40 +464,3 @@ class Book:
         end.talk.sent(self.now, self.times.tick_s)
         if self._ready(end.peer):
             self.emit(Send(end.peer, end.message()))
-
-    def _forget_links(self, peer: Peer) -> None:
-        lost = peer.state in {PeerState.LOST, PeerState.GONE}
-        for key, link in list(self.links.items()):
-            if link.peer != peer.id or link.jobs or (link.offer and link.offer.state in rules.LIVE_OFFERS):
-                continue
-            over = link.info.claim < peer.low_claim or (rules.PRUNE_UNACKED and link.over)
-            if lost or over:
-                self._unpark(link)
-                del self.links[key]
-
-    def _forget_peer(self, peer: Peer) -> None:
-        gone = peer.state in {PeerState.LOST, PeerState.GONE}
-        if gone and not peer.claims and not self.remembered(peer):
-            del self.peers[peer.id]
-
-    def _forget_claim(self, claim: Claim) -> None:
-        if (
-            claim.cleared
-            and claim.state in rules.SETTLED
-            and all(view.settled for view in claim.views.values())
-        ):
-            for peer in claim.views:
-                if peer in self.peers:
-                    self.peers[peer].claims.discard(claim.id)
-            self.claims.pop(claim.id, None)
-            self.emit(Forget(Kind.CLAIM, claim.id))
-
-    def _forget_offer(self, offer: Offer) -> None:
-        remembered = any(self.links.get((link.peer, link.info.claim)) is link for link in offer.links)
-        if offer.cleared and offer.state in rules.SETTLED and not remembered:
-            del self.offers[offer.id]
-            self.emit(Forget(Kind.OFFER, offer.id))
-
-
-def _tags_differ(one: int, other: int) -> bool:
-    return bool(one and other and one != other)

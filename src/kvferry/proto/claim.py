@@ -45,6 +45,11 @@ class SourceView:
         return not self.exposed or self.quiet_seen or self._peer_state in rules.PROVES_QUIET
 
     @property
+    def delivered(self) -> bool:
+        """The source has sent all that it had to."""
+        return self.status is not None and self.status.phase is StatusPhase.DELIVERED
+
+    @property
     def settled(self) -> bool:
         """The source has seen the last snapshot, or can't any more."""
         return self.talk.settled or self._peer_state is not PeerState.READY
@@ -64,9 +69,7 @@ class SourceView:
         """Take a newer status; what was proven once stays proven."""
         if status.quiet and status.phase in rules.QUIET_COUNTS_IN:
             self.quiet_seen = True
-        before = self.status
-        if before is None or before.bytes_landed != status.bytes_landed or before.phase != status.phase:
-            self.moved_at = self.claim.book.now
+        self.moved_at = self.claim.book.now  # a source has news only where something moved
         self.status = status
 
     def message(self) -> TransferInfo:
@@ -268,9 +271,7 @@ class Claim:
         if not self.views:
             cause = f"the prefill side's ranks were not reached within {seconds}"
         self.failing(
-            self.book.where.reason(
-                Code.BOOTSTRAP_TIMEOUT, cause, peer=", ".join(silent), stage="handshake of the room"
-            )
+            self.book.where.reason(Code.BOOTSTRAP_TIMEOUT, cause, peer=", ".join(silent), stage="handshake of the room")
         )
 
     def _stalled(self, now: float) -> None:
@@ -280,9 +281,7 @@ class Claim:
             writing = status is not None and status.chunks_landed < status.chunks_total
             if writing and not view.quiet_seen and now - view.moved_at >= times.stall_s:
                 cause = f"no progress for {times.stall_s:g} s, {self.bytes_landed} bytes landed before"
-                self.failing(
-                    self.book.where.reason(Code.STALLED, cause, peer=str(view.peer), stage="transfer")
-                )
+                self.failing(self.book.where.reason(Code.STALLED, cause, peer=str(view.peer), stage="transfer"))
                 return
         if times.hold_limit_s and now - self.exposed_at >= times.hold_limit_s:
             cause = f"pages were held for {times.hold_limit_s:g} s (hold_limit_s)"

@@ -45,11 +45,6 @@ class Dialogue:
         """Whether to send on this tick."""
         return self.owed or (not self.settled and now >= self.repeat_at)
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a later tick has something to do."""
-        return self.owed or not self.settled
-
     def sent(self, now: float, tick_s: float) -> None:
         """The snapshot went out; double the pause before it is repeated, up to ten ticks.
 

@@ -21,11 +21,14 @@ def incompatible(prefill: KVArgsRegisterInfo, decode: KVArgsRegisterInfo) -> str
     """Why these two can't hand over to each other, with both values; "" if they can."""
     if prefill.side == decode.side:
         return f"side: both ends are {prefill.side}; connect a decode worker to a prefill worker"
+    if (prefill.side, decode.side) != (Side.PREFILL.value, Side.DECODE.value):
+        return f"side: one end is {prefill.side!r}, the other {decode.side!r}; a side is 'prefill' or 'decode'"
     if not set(prefill.engines) & set(decode.engines):
         ours, theirs = ", ".join(prefill.engines), ", ".join(decode.engines)
         return f"engine: prefill has {ours or 'none'}, decode has {theirs or 'none'}; start both with the same engine"
     if prefill.aux_bytes != decode.aux_bytes:
-        return f"aux row bytes: prefill {list(prefill.aux_bytes)} != decode {list(decode.aux_bytes)}"
+        rows = f"prefill {list(prefill.aux_bytes)} != decode {list(decode.aux_bytes)}"
+        return f"aux row bytes: {rows}; give both sides the same metadata buffers"
     for name, register in (("prefill", prefill), ("decode", decode)):
         try:
             validate(register.layout, name)
@@ -73,9 +76,7 @@ class Handshake:
         self._attached = True
         self._owed = True
         if cause:
-            self._refuse(
-                self._reason(Code.UNREACHABLE, f"the engine can't reach the peer: {cause}", Blame.ENGINE)
-            )
+            self._refuse(self._reason(Code.UNREACHABLE, f"the engine can't reach the peer: {cause}", Blame.ENGINE))
         else:
             self._consider()
 
@@ -88,8 +89,6 @@ class Handshake:
             self._owed = False
             assert self.reason is not None
             return [self._greeting(), Refused(self.reason)]
-        if not self._attached:
-            return []
         self._owed = False
         return [self._greeting(), self.mine]
 
@@ -97,6 +96,9 @@ class Handshake:
         return Hello((MAJOR, MINOR), self.me, FEATURES)
 
     def _hello(self, hello: Hello) -> None:
+        if self.theirs is not None and hello.peer != self.peer:
+            return  # who has registered can't become someone else
+        self.peer = hello.peer
         if hello.version[0] != MAJOR:
             theirs = ".".join(map(str, hello.version))
             text = f"protocol version: {self.where.side} {MAJOR}.{MINOR}, the peer {theirs}"
@@ -105,14 +107,13 @@ class Handshake:
         if not self.dials:
             self.me = PeerId(self.me.incarnation, hello.peer.epoch)
             self._owed = self._owed or self.state is PeerState.READY  # it has not heard the answer yet
-        self.peer = hello.peer
         self.features = frozenset(hello.features)
 
     def _register(self, theirs: KVArgsRegisterInfo) -> None:
         ours_first = self.where.side == Side.PREFILL.value
         cause = incompatible(self.mine, theirs) if ours_first else incompatible(theirs, self.mine)
         if cause:
-            self._refuse(self._reason(Code.INCOMPATIBLE, f"incompatible: {cause}", Blame.CONFIG))
+            self._refuse(self._reason(Code.INCOMPATIBLE, cause, Blame.CONFIG))
             return
         self.theirs = theirs
         self._consider()

@@ -56,7 +56,7 @@ def _tokens(offer: Offer, link: Link) -> str:
         return ""
     if facts.num_tokens is not None and facts.num_tokens != info.num_tokens:
         return f"the claim expects {info.num_tokens} tokens, the offer holds {facts.num_tokens}"
-    if info.num_tokens > facts.end_tokens:
+    if facts.page_tokens and info.num_tokens > facts.end_tokens:
         end = facts.end_tokens
         return f"the claim expects {info.num_tokens} tokens, the offer's {facts.num_pages} pages end at {end}"
     return ""

@@ -36,6 +36,7 @@ class Link:
         self.chunks_landed = 0
         self.bytes_landed = 0
         self.moved_at = 0.0
+        self.told_at = 0.0
         self.jobs: dict[int, Chunk] = {}
 
     def own_bytes(self, facts: OfferFacts) -> int:
@@ -51,13 +52,21 @@ class Link:
         self.offer = None
         self.phase = StatusPhase.FAILED
         self.reason = reason
-        self.refused = rules.REMEMBER_REFUSED
+        self.refused = True
         self.publish()
+        if not rules.REMEMBER_REFUSED:
+            del self.book.links[self.peer, self.info.claim]
 
     def publish(self) -> None:
         """The status that the claim sees has changed."""
         self.talk.publish()
+        self.told_at = self.book.now
         self.book.stale.append(self)
+
+    def tell_progress(self, now: float) -> None:
+        """Let the claim know, once per heartbeat, that a chunk which takes long is moving."""
+        if self.moved_at > self.told_at and now - self.told_at >= self.book.times.heartbeat_s:
+            self.publish()
 
     def message(self) -> TransferStatus:
         """The snapshot."""
@@ -156,7 +165,7 @@ class Offer:
             if missing and now - self.opened_at >= times.claim_timeout_s:
                 self._no_claim()
             else:
-                self._stalled(now)
+                self._watch(now)
         elif self.state is OfferState.DRAINING and now - self.failed_at >= times.drain_limit_s:
             fire(OFFER, self, OfferEvent.DRAIN_LIMIT)
 
@@ -186,9 +195,7 @@ class Offer:
             return True
         self.links.remove(link)
         self.refusal = cause
-        reason = self.book.where.reason(
-            Code.REFUSED, cause, peer=str(link.peer), stage="handshake of the room"
-        )
+        reason = self.book.where.reason(Code.REFUSED, cause, peer=str(link.peer), stage="handshake of the room")
         link.refuse(reason)
         if self.tag and self.tag == link.info.tag:
             self.failing(reason)
@@ -279,14 +286,13 @@ class Offer:
         link.phase = StatusPhase.DELIVERED
         link.publish()
 
-    def _stalled(self, now: float) -> None:
+    def _watch(self, now: float) -> None:
         limit_s = self.book.times.stall_s
         for link in self.links:
+            link.tell_progress(now)
             if link.jobs and now - link.moved_at >= limit_s:
                 cause = f"no byte landed for {limit_s:g} s, {link.bytes_landed} bytes landed before"
-                self.failing(
-                    self.book.where.reason(Code.STALLED, cause, peer=str(link.peer), stage="transfer")
-                )
+                self.failing(self.book.where.reason(Code.STALLED, cause, peer=str(link.peer), stage="transfer"))
                 return
 
     def _no_claim(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvferry.ids import PeerId
-from kvferry.proto import rules
+from kvferry.proto import forgetting, rules
 from kvferry.proto.effects import RouteSize
 from kvferry.proto.rules import PeerState
 from kvferry.wire import Tick
@@ -22,6 +22,7 @@ class Peer:
         state: READY once both sides have registered; rules.PEER is the table.
         size: the route from here to the peer, as far as the protocol needs it.
         claims: numbers of this side's claims that have a view of the peer.
+        parked: how many of the peer's claims wait for an offer.
         low_claim: the peer's claims below this number are over.
     """
 
@@ -30,6 +31,7 @@ class Peer:
         self.state = PeerState.SHAKING
         self.size = size
         self.claims: set[int] = set()
+        self.parked = 0
         self.low_claim = 0
         self.live_there = 0
         self.fenced = False
@@ -58,14 +60,14 @@ class Peer:
         """The tick that is due now, if any."""
         if self.state is not PeerState.READY or now < self._tick_at:
             return None
-        low, live = book.low_claim(self), book.remembered(self)
-        wants = self.live_there > 0 or book.unproven_before(self)
+        low, live = forgetting.low_claim(book, self), forgetting.remembered(book, self)
+        wants = self.live_there > 0 or forgetting.unproven_before(book, self)
         if not (wants or self._owed or low != self._low_sent or live != self._live_sent):
             return None
         self._seq_sent += 1
         self._low_sent, self._live_sent, self._owed = low, live, False
         self._tick_at = now + book.times.heartbeat_s
-        return Tick(self._seq_sent, low, live, book.quiet_below(self), wants)
+        return Tick(self._seq_sent, low, live, forgetting.quiet_below(book, self), wants)
 
     @property
     def may_speak(self) -> bool:

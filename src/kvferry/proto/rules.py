@@ -205,9 +205,7 @@ PARKED_PER_PEER = 4096
 """Claims of one peer that may wait for their offer."""
 
 
-def fire(
-    table: dict[tuple[enum.Enum, enum.Enum], Row], thing: object, event: enum.Enum, *args: object
-) -> bool:
+def fire(table: dict[tuple[enum.Enum, enum.Enum], Row], thing: object, event: enum.Enum, *args: object) -> bool:
     """Take one transition: set the next state, then run the row's actions as methods of `thing`.
 
     Returns:

@@ -4,6 +4,10 @@ from kvferry.proto import rules
 from kvferry.testing.planted import MISTAKES, planted
 from kvferry.testing.simulate import simulate
 
+pytestmark = pytest.mark.timeout(900)  # minutes of computing where others use the machine too
+FIRST_SEED = {"a lost incarnation may speak": 98}
+"""Where a mistake shows soon; from seed 0 on it takes this one some 5,000 rooms."""
+
 
 def test_twenty_thousand_rooms_in_four_hundred_worlds_violate_nothing():
     report = simulate(20_000, seed=0)
@@ -17,7 +21,7 @@ def test_twenty_thousand_rooms_in_four_hundred_worlds_violate_nothing():
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_each_planted_mistake_is_caught(mistake):
-    report = simulate(20_000, seed=0, mistake=mistake, stop_at_first=True)
+    report = simulate(20_000, seed=FIRST_SEED.get(mistake, 0), mistake=mistake, stop_at_first=True)
     assert report.violations
 
 
