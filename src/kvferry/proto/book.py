@@ -133,8 +133,9 @@ class Book:
         """The claim's sources are known, and READY."""
         self.now = now
         claim = self.claims.get(number)
-        if claim is None or claim.state is not rules.ClaimState.RESOLVING:
+        if claim is None or not claim.looking:
             return
+        claim.looking = False
         lost = [source.peer for source in sources if not self._ready(source.peer)]
         if lost:
             cause = f"the connection to {lost[0]} was lost before the room began"
@@ -144,6 +145,13 @@ class Book:
             for source in sources:
                 self.peers[source.peer].expect_memory()
         self._done(claim)
+
+    def unresolved(self, now: float, number: int, reason: Reason) -> None:
+        """The claim's sources can't be found or reached, or don't fit."""
+        claim = self.claims.get(number)
+        if claim is not None:
+            claim.looking = False
+            self.fail(now, Kind.CLAIM, number, reason)
 
     def metadata(self, now: float, number: int, facts: ClaimFacts) -> None:
         """The claim's pages are known."""

@@ -108,6 +108,7 @@ class Claim:
         self.tag = tag
         self.trace = trace
         self.state = ClaimState.RESOLVING
+        self.looking = True
         self.phase = InfoPhase.OPEN
         self.facts: ClaimFacts | None = None
         self.views: dict[PeerId, SourceView] = {}
@@ -150,7 +151,10 @@ class Claim:
         self.book.emit(Changed(Kind.CLAIM, self.id))
 
     def resolved(self, sources: list[Source]) -> None:
-        """The sources are known and have been shaken hands with."""
+        """The sources are known and shook hands; of a claim that has failed meanwhile they hear just that."""
+        if self.state is ClaimState.QUIET:
+            self.open(sources)
+            return
         fire(CLAIM, self, ClaimEvent.RESOLVED, sources)
         if self.facts is not None:
             fire(CLAIM, self, ClaimEvent.METADATA, self.facts)
@@ -181,7 +185,7 @@ class Claim:
         self.tag = facts.tag or self.tag
 
     def open(self, sources: list[Source]) -> None:
-        """Tell every source that a claim is coming."""
+        """Tell every source that a claim is coming, or that it will not come."""
         for source in sources:
             view = self.views[source.peer] = SourceView(self, source)
             self.book.peers[source.peer].claims.add(self.id)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def low_claim(book: Book, peer: Peer) -> int:
     """Every claim below this number is over as far as the peer is concerned."""
-    unresolved = (claim.id for claim in book.claims.values() if claim.state is rules.ClaimState.RESOLVING)
-    return min([book.next_claim, *peer.claims, *unresolved])
+    looking = (claim.id for claim in book.claims.values() if claim.looking)
+    return min([book.next_claim, *peer.claims, *looking])
 
 
 def remembered(book: Book, peer: Peer) -> int:
@@ -65,6 +65,8 @@ def forget_peer(book: Book, peer: Peer) -> None:
 
 def forget_claim(book: Book, claim: Claim) -> None:
     """Forget a claim once it is settled, cleared, and its sources know."""
+    if claim.looking and book.now - claim.opened_at < book.times.bootstrap_timeout_s:
+        return  # its sources are still to hear that it has failed
     if claim.cleared and claim.state in rules.SETTLED and all(view.settled for view in claim.views.values()):
         for peer in claim.views:
             book.peers[peer].claims.discard(claim.id)

@@ -74,12 +74,17 @@ def _follow(book: Book, link: Link, info: TransferInfo) -> None:
 
 
 def _closed(book: Book, link: Link, info: TransferInfo) -> None:
-    if link.offer is None:
+    reason = info.reason or book.where.reason(Code.ABORTED, "the claim was closed")
+    offer = link.offer
+    if offer is None:
         unpark(book, link)
         if rules.REMEMBER_CLOSED:
-            link.refuse(info.reason or book.where.reason(Code.ABORTED, "the claim was closed"))
-    elif not info.success:
-        link.offer.failing(info.reason or book.where.reason(Code.ABORTED, "the claim was closed"))
+            link.refuse(reason)
+        offer = book.offers.get(book.offer_of.get(info.room, 0))
+        if offer is None or not info.tag or offer.tag != info.tag:
+            return  # without a tag it may be the close of an earlier request with this room number
+    if not info.success:
+        offer.failing(reason)
 
 
 def _find_offer(book: Book, link: Link) -> None:
@@ -89,6 +94,7 @@ def _find_offer(book: Book, link: Link) -> None:
         join(book, offer, link)
     elif tomb is not None and link.peer not in tomb.peers and not _tags_differ(tomb.tag, link.info.tag):
         link.refuse(tomb.reason)
+        book.tombstones[link.info.room] = tomb._replace(peers=tomb.peers | {link.peer})  # a retry is not refused by it
     elif link in book.parked.get(link.info.room, []):
         return
     elif book.peers[link.peer].parked >= rules.PARKED_PER_PEER:

@@ -127,7 +127,7 @@ OFFER: dict[tuple[enum.Enum, enum.Enum], Row] = {
 CLAIM: dict[tuple[enum.Enum, enum.Enum], Row] = {
     (_C.RESOLVING, _CE.METADATA): Row(_C.RESOLVING, ("store",)),
     (_C.RESOLVING, _CE.RESOLVED): Row(_C.OPEN, ("open",)),
-    (_C.RESOLVING, _CE.FAIL): Row(_C.QUIET, ("fail", "release")),
+    (_C.RESOLVING, _CE.FAIL): Row(_C.QUIET, ("fail", "close", "release")),
     (_C.OPEN, _CE.METADATA): Row(_C.PAGES, ("store", "expose")),
     (_C.OPEN, _CE.STATUS): Row(_C.OPEN, ("merge",)),
     (_C.OPEN, _CE.FAIL): Row(_C.DRAINING, ("fail", "close")),

@@ -244,7 +244,7 @@ class Process:
         return [self.world.prefill[self.rank]] if room.shape == "one to one" else self.world.prefill
 
     def _resolve(self, held: Held) -> None:
-        if held.terminal is not None:
+        if held.number not in self.book.claims:
             return
         sources = self._sources(held.room)
         for prefill in sources:

@@ -303,6 +303,8 @@ def test_a_claim_that_resolves_holds_the_low_water_mark_down(prefill, decode):
     decode.open_claim([prefill], room=2)
     assert low_claim(decode.book, record) == 1
     decode.abort(Kind.CLAIM, 1)
+    assert low_claim(decode.book, record) == 1  # its sources are still to hear of it
+    decode.unresolved(1, decode.claimed(1).reason)
     assert low_claim(decode.book, record) == 2
 
 

@@ -55,7 +55,8 @@ def test_what_is_resolved_or_named_after_the_end_is_late(prefill, decode, aborte
     decode.resolved(number, [decode.source(prefill)])
     decode.place(number)
     assert decode.claimed(number).state is ClaimState.QUIET
-    assert decode.took(Send, Expose) == []
+    assert [info.phase for info in decode.sent(TransferInfo)] == [InfoPhase.CLOSED]
+    assert decode.took(Expose) == []
     assert decode.book.counts["late"] == 1
 
 
