@@ -7,6 +7,7 @@ time-out that is silently ignored is found only when it was needed.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         batch_rows: most rows of one batch.
         batch_bytes: most bytes of one batch.
         batches_in_flight: batches of one peer that the mover keeps submitted.
-        register_s: how often the bootstrap entry is renewed.
         engine_options: comma separated name=value pairs for the engine.
     """
 
@@ -59,20 +59,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     batch_rows: int = 16384
     batch_bytes: int = 8 << 20
     batches_in_flight: int = 4
-    register_s: float = 5.0
     engine_options: str = ""
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"setting {name} = {getattr(self, name)!r} must be above 0")
-        if self.hold_limit_s < 0:
-            raise ConfigError(f"setting hold_limit_s = {self.hold_limit_s!r} must not be negative")
-        if self.heartbeat_timeout_s < 2 * self.heartbeat_s:
-            raise ConfigError(
-                f"heartbeat_timeout_s = {self.heartbeat_timeout_s} is below twice heartbeat_s = {self.heartbeat_s}",
-                hint="one late heartbeat would count as a lost peer",
-            )
+        for field in msgspec.structs.fields(Config):
+            _check(field.name, getattr(self, field.name), field.type)
+        for shorter, longer, why in _TWICE:
+            short, long = getattr(self, shorter), getattr(self, longer)
+            if long < 2 * short:
+                raise ConfigError(f"{longer} = {long:g} is below twice {shorter} = {short:g}", hint=why)
         port_range(self.control_ports, "control_ports")
         port_range(self.data_ports, "data_ports")
         self.options()
@@ -91,6 +86,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return self.advertise_host or self.bind_host
 
 
+_TWICE = (
+    ("heartbeat_s", "heartbeat_timeout_s", "one late heartbeat would count as a lost peer"),
+    *(
+        ("tick_s", name, "deadlines are looked at on ticks; raise it, or lower tick_s")
+        for name in ("bootstrap_timeout_s", "claim_timeout_s", "stall_s", "drain_limit_s")
+    ),
+)
+"""(shorter, longer, why): the longer time must be at least twice the shorter one."""
+
+_MOST = {float: 3600.0, int: 1 << 30}
+"""The sockets count heartbeats in a number of bits; an hour is a mistake for every other time as well."""
+
 _POSITIVE = (
     "tick_s",
     "heartbeat_s",
@@ -102,8 +109,21 @@ _POSITIVE = (
     "batch_rows",
     "batch_bytes",
     "batches_in_flight",
-    "register_s",
 )
+
+
+def _check(name: str, value: object, kind: type) -> None:
+    if kind is float and type(value) is int:
+        kind = int
+    if type(value) is not kind:
+        raise ConfigError(f"setting {name} = {value!r} is not of type {kind.__name__}")
+    if not isinstance(value, (int, float)) or kind is bool:
+        return
+    least = "must be above 0" if name in _POSITIVE else "must not be negative"
+    if not value >= 0 or (name in _POSITIVE and not value):
+        raise ConfigError(f"setting {name} = {value!r} {least}")
+    if not math.isfinite(value) or value > _MOST[type(value)]:
+        raise ConfigError(f"setting {name} = {value!r} is above {_MOST[type(value)]:g}", hint="times are in seconds")
 
 
 def port_range(text: str, name: str) -> tuple[int, int]:
@@ -135,11 +155,18 @@ def load(environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
     values: dict[str, Any] = {}
     for variable, text in (environ or {}).items():
         if variable.startswith(PREFIX) and variable not in RESERVED:
-            name = variable[len(PREFIX) :].lower()
-            values[name] = _convert(_known(name, variable), text, f"environment variable {variable}")
-    for name, value in overrides.items():
-        values[name] = _convert(_known(name, name), value, f"setting {name}")
-    return Config(**values)
+            field = _known(variable, _VARIABLES, "environment variable")
+            values[field.name] = _convert(field, text, f"environment variable {variable}")
+    return Config(**{**values, **_converted(overrides)})
+
+
+def override(config: Config, **overrides: Any) -> Config:
+    """A copy of the settings with some of them replaced.
+
+    Raises:
+        ConfigError: an unknown name, or a value of the wrong type or range.
+    """
+    return msgspec.structs.replace(config, **_converted(overrides))
 
 
 def explain(config: Config, environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
@@ -154,12 +181,23 @@ def explain(config: Config, environ: Mapping[str, str]) -> dict[str, tuple[Any, 
     return result
 
 
-def _known(name: str, shown: str) -> msgspec.structs.FieldInfo:
-    fields = {field.name: field for field in msgspec.structs.fields(Config)}
+def _converted(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _convert(_known(name, _SETTINGS, "setting"), value, f"setting {name}")
+        for name, value in overrides.items()
+    }
+
+
+_SETTINGS = {field.name: field for field in msgspec.structs.fields(Config)}
+_VARIABLES = {PREFIX + name.upper(): field for name, field in _SETTINGS.items()}
+
+
+def _known(name: str, fields: Mapping[str, msgspec.structs.FieldInfo], what: str) -> msgspec.structs.FieldInfo:
     if name not in fields:
-        near = difflib.get_close_matches(name, fields, n=1)
-        hint = f"did you mean {near[0]}?" if near else "known settings: " + ", ".join(sorted(fields))
-        raise ConfigError(f"unknown setting {shown}", hint=hint)
+        names = [*fields, *(RESERVED if fields is _VARIABLES else ())]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(sorted(names))
+        raise ConfigError(f"unknown {what} {name}", hint=hint)
     return fields[name]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from kvferry.api.base import BaseKVBootstrapServer
-from kvferry.bootstrap import DEFAULT_PORT, BootstrapServer
+from kvferry.bootstrap import DEFAULT_PORT, DEFAULT_TTL_S, BootstrapServer
 
 
 class KVBootstrapServer(BaseKVBootstrapServer):
@@ -24,6 +24,7 @@ class KVBootstrapServer(BaseKVBootstrapServer):
         *,
         secret: str | None = None,
         insecure: bool = False,
+        ttl_s: float = DEFAULT_TTL_S,
     ) -> None:
         """Bind and serve.
 
@@ -32,13 +33,14 @@ class KVBootstrapServer(BaseKVBootstrapServer):
             port: port; 0 lets the system choose.
             secret: bearer token that callers need; None takes KVFERRY_SECRET, without it there is none.
             insecure: allow a non-loopback address without a secret.
+            ttl_s: seconds without a renewal after which a rank is forgotten.
 
         Raises:
             AddressError: it can't be bound.
             ConfigError: a non-loopback address without secret and without `insecure`.
         """
         secret = secret or os.environ.get("KVFERRY_SECRET") or None
-        self._server = BootstrapServer(host, port, token=secret, insecure=insecure)
+        self._server = BootstrapServer(host, port, token=secret, insecure=insecure, ttl_s=ttl_s)
         self.port = self._server.port
         self.url = self._server.url
         self.secret = secret

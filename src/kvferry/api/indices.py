@@ -43,8 +43,11 @@ class PageSpaces:
         Raises:
             InputError: not one-dimensional integers, or outside of the pool.
         """
-        array = np.asarray(indices)
         where = f"{self.side} {what}"
+        try:
+            array = np.asarray(indices)
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{where}: no array of page numbers: {error}", hint="pass a flat list of pages") from None
         if array.size == 0:
             return np.zeros(0, np.int32)
         if array.ndim != 1:
@@ -86,10 +89,12 @@ class PageSpaces:
         return dict(zip(names, state, strict=True))
 
 
-def whole_number(value: object, name: str, side: str, *, least: int = 0) -> int:
-    """An argument as an int. Raises InputError if it is none, or below `least`."""
+def whole_number(value: object, name: str, side: str, *, least: int = 0, most: int = 2**63 - 1) -> int:
+    """An argument as an int. Raises InputError if it is none, below `least` or above `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise InputError(f"{side} {name}: {value!r} is no whole number")
     if value < least:
         raise InputError(f"{side} {name}: {int(value)} is below {least}")
+    if value > most:
+        raise InputError(f"{side} {name}: {int(value)} is above {most}")
     return int(value)

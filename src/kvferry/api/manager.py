@@ -60,7 +60,7 @@ class KVManager(BaseKVManager):
         if config is None:
             config = settings.load(environ, **overrides)
         elif overrides:
-            config = msgspec.structs.replace(config, **overrides)
+            config = settings.override(config, **overrides)
         self.side = _side(mode).value
         self.secret = secret or environ.get("KVFERRY_SECRET") or None
         self.args = args
@@ -89,14 +89,19 @@ class KVManager(BaseKVManager):
         Raises:
             ConfigError: rooms run, the layout's rank or spaces changed, or the memory does not fit.
         """
+        self.node.check_fork()
         if self._rooms:
             raise ConfigError(
                 f"{self.side}: update_buffers while {len(self._rooms)} rooms are in use",
                 hint="finish and clear() them first",
             )
         layout = args.bound()
-        self.node.replace_memory(layout, tuple(args.group), args.aux_buffers())
-        self.args, self.spaces = args, PageSpaces(layout, self.side)
+        before, self._draining = self._draining, "the manager is replacing its memory"
+        try:
+            self.node.replace_memory(layout, tuple(args.group), args.aux_buffers())
+            self.args, self.spaces = args, PageSpaces(layout, self.side)
+        finally:
+            self._draining = before
 
     def info(self) -> dict[str, Any]:
         """Engine, addresses, peers, rooms and counts."""
@@ -107,6 +112,7 @@ class KVManager(BaseKVManager):
 
     def health(self) -> str:
         """Say what is wrong; an empty text while all threads work."""
+        self.node.check_fork()
         return self.node.health()
 
     def release_quarantined(self, room: int) -> None:
@@ -115,6 +121,7 @@ class KVManager(BaseKVManager):
 
     def shutdown(self, drain_s: float = 0.0) -> None:
         """Refuse new rooms, give running ones drain_s, fail the rest, stop all threads. May be called twice."""
+        self.node.check_fork()
         self._draining = "the manager is draining"
         deadline = time.monotonic() + drain_s
         while time.monotonic() < deadline and any(_runs(room) for room in list(self._rooms.values())):

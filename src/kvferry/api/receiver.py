@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from kvferry.api.base import BaseKVReceiver, Indices, StateIndices
 from kvferry.api.indices import whole_number
 from kvferry.api.lookup import find_ranks
-from kvferry.api.room import Room
+from kvferry.api.room import MAX_TAG, Room
 from kvferry.bootstrap import BootstrapClient
 from kvferry.errors import InputError, ProtocolError
 from kvferry.ids import Side
 from kvferry.node.batching import MAIN
 from kvferry.node.claims import Target
+from kvferry.node.hosts import tcp_endpoint
 from kvferry.node.resolver import split_address
 from kvferry.proto.effects import ClaimFacts, Kind
 
@@ -54,6 +55,8 @@ class KVReceiver(Room, BaseKVReceiver):
             raise InputError(
                 f"decode room {bootstrap_room}: pass either bootstrap_addr ({bootstrap_addr!r}) or peers ({peers!r})"
             )
+        if isinstance(peers, str):
+            raise InputError(f"decode room {bootstrap_room}: peers is one text, {peers!r}", hint="pass a list of them")
         self._peers = [_canonical(peer) for peer in peers or ()]
         super().__init__(mgr, bootstrap_room)
         self._bootstrap_addr = bootstrap_addr
@@ -64,11 +67,12 @@ class KVReceiver(Room, BaseKVReceiver):
     def from_facts(cls, mgr: KVManager, facts: ReceiveFacts) -> KVReceiver:
         """Open a room and name its pages from what another process (the scheduler half) decided."""
         receiver = cls(mgr, facts.bootstrap_addr, facts.room, peers=facts.peers)
-        receiver.init(facts.prefill_dp_rank, tag=facts.tag)
-        receiver.send_metadata(
-            facts.kv_indices, facts.aux_index, facts.state_indices, facts.decode_prefix_len,
-            num_tokens=facts.num_tokens,
-        )  # fmt: skip
+        with receiver.cleared_on_error():
+            receiver.init(facts.prefill_dp_rank, tag=facts.tag)
+            receiver.send_metadata(
+                facts.kv_indices, facts.aux_index, facts.state_indices, facts.decode_prefix_len,
+                num_tokens=facts.num_tokens,
+            )  # fmt: skip
         return receiver
 
     def init(self, prefill_dp_rank: int | None = None, *, tag: int = 0) -> None:
@@ -83,7 +87,7 @@ class KVReceiver(Room, BaseKVReceiver):
         side = Side.DECODE.value
         if prefill_dp_rank is not None:
             prefill_dp_rank = whole_number(prefill_dp_rank, "prefill_dp_rank", side)
-        tag = whole_number(tag, "tag", side)
+        tag = whole_number(tag, "tag", side, most=MAX_TAG)
         self._begun = True
         target, node = self._target(prefill_dp_rank), self.kv_mgr.node
         trace = f"{self.bootstrap_room:x}"
@@ -113,9 +117,8 @@ class KVReceiver(Room, BaseKVReceiver):
         pages = spaces.pack(kv_indices, state_indices)
         rows = {name: len(data) // 4 for name, data in pages.items() if name != MAIN}
         count = len(pages.get(MAIN, b"")) // 4
-        facts = ClaimFacts(
-            pages, spaces.page_tokens or 1, count, prefix, num_tokens, rows, whole_number(tag, "tag", side)
-        )
+        tag = whole_number(tag, "tag", side, most=MAX_TAG)
+        facts = ClaimFacts(pages, spaces.page_tokens or 1, count, prefix, num_tokens, rows, tag)
         self._check_pages(facts)
         self._named = True
         self._post(lambda number: self.kv_mgr.node.claims.metadata(number, facts, slot))
@@ -137,16 +140,14 @@ class KVReceiver(Room, BaseKVReceiver):
 
     def _target(self, dp_rank: int | None) -> Target:
         if self._peers:
-            peers = list(self._peers)
-            return Target(tuple(peers), lambda: peers)
+            return Target(addresses=tuple(self._peers))
         address, room, secret = self._bootstrap_addr, self.bootstrap_room, self.kv_mgr.secret
         assert address is not None
-        key: object = (address, dp_rank) if dp_rank is not None else (address, None, room)
 
         def find() -> list[str]:
             return [entry.endpoint for entry in find_ranks(address, room, dp_rank, secret).entries]
 
-        return Target(key, find)
+        return Target(find, (address, dp_rank) if dp_rank is not None else None)
 
     def _check_pages(self, facts: ClaimFacts) -> None:
         page_tokens = self.kv_mgr.spaces.page_tokens
@@ -167,5 +168,4 @@ class KVReceiver(Room, BaseKVReceiver):
 
 
 def _canonical(peer: str) -> str:
-    host, port = split_address(peer)
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return tcp_endpoint(*split_address(peer))

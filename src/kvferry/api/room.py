@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvferry.api.base import BaseRoom
 from kvferry.api.indices import whole_number
 from kvferry.api.kvpoll import KVPoll, KVTransferMetric
-from kvferry.errors import Code, KVTransferError, ProtocolError
-from kvferry.node.view import RoomView
+from kvferry.errors import Code, KVTransferError, ProtocolError, Reason
+from kvferry.node.view import TERMINAL, RoomView
 from kvferry.proto.effects import Kind
 
 if TYPE_CHECKING:
     from kvferry.api.manager import KVManager
 
-MAX_ROOM = 2**64
+MAX_ROOM = MAX_TAG = 2**64 - 1
 
 
 class Room(BaseRoom):
@@ -26,7 +27,7 @@ class Room(BaseRoom):
 
     def __init__(self, mgr: KVManager, bootstrap_room: int) -> None:
         self.kv_mgr = mgr
-        self.bootstrap_room = whole_number(bootstrap_room, "bootstrap_room", mgr.side)
+        self.bootstrap_room = whole_number(bootstrap_room, "bootstrap_room", mgr.side, most=MAX_ROOM)
         self._view = RoomView(self.bootstrap_room)
         self._number: int | None = None
         self._cleared = False
@@ -36,6 +37,7 @@ class Room(BaseRoom):
 
     def poll(self) -> KVPoll:
         """The room's state."""
+        self.kv_mgr.node.check_fork()
         return self._view.poll
 
     def wait(self, timeout_s: float) -> KVPoll:
@@ -58,7 +60,8 @@ class Room(BaseRoom):
         if self._cleared:
             return
         self._cleared = True
-        self._post(lambda number: self._book.clear(time.monotonic(), self.kind, number))
+        reason = self.kv_mgr.node.where.reason(Code.ABORTED, "cleared before it was begun", stage="clear")
+        self._end(reason, lambda number: self._book.clear(time.monotonic(), self.kind, number))
         self.kv_mgr.drop_room(self.kind, self)
         self._view.close()
 
@@ -81,8 +84,9 @@ class Room(BaseRoom):
 
     def is_release_safe(self) -> bool:
         """Whether nothing reads or writes the room's pages any more."""
+        self.kv_mgr.node.check_fork()
         view = self._view
-        return view.released or (self.kind is Kind.CLAIM and view.poll is KVPoll.Success)
+        return view.released or view.poll is KVPoll.Success
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """Times and bytes."""
@@ -96,15 +100,42 @@ class Room(BaseRoom):
     def fail(self, code: Code, cause: str, stage: str) -> None:
         """Fail the room with a cause noticed here."""
         reason = self.kv_mgr.node.where.reason(code, cause, stage=stage)
-        self._post(lambda number: self._book.fail(time.monotonic(), self.kind, number, reason))
+        self._end(reason, lambda number: self._book.fail(time.monotonic(), self.kind, number, reason))
+
+    @contextlib.contextmanager
+    def cleared_on_error(self) -> Iterator[None]:
+        """Give the room back if the block raises: its caller never gets the object that could."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort(str(error))
+            self.clear()
+            raise
 
     def _open(self, action: Callable[[], int]) -> None:
-        """Have the control thread open the room."""
+        """Have the control thread open the room, unless it has ended by then."""
+        node, view = self.kv_mgr.node, self._view
 
         def opened() -> None:
-            self._number = action()
+            node.opening.discard(view)
+            if view.poll not in TERMINAL:
+                self._number = action()
 
-        self.kv_mgr.node.call(opened)
+        node.opening.add(view)  # before the look at `ended`: one of the two threads sees the other's word
+        node.call(opened)
+        if node.control.ended is not None:
+            view.end(node.control.ended)
+
+    def _end(self, reason: Reason, action: Callable[[int], None]) -> None:
+        """Have the control thread end the room; one that was never begun ends with `reason`."""
+
+        def run() -> None:
+            if self._number is None:
+                self._view.end(reason)
+            else:
+                action(self._number)
+
+        self.kv_mgr.node.call(run)
 
     def _post(self, action: Callable[[int], None]) -> None:
         """Have the control thread do something with the room; calls keep their order."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.api.base import BaseKVSender, Event, Indices, StateIndices
 from kvferry.api.indices import whole_number
-from kvferry.api.room import Room
+from kvferry.api.room import MAX_TAG, Room
 from kvferry.errors import Code, InputError, ProtocolError
 from kvferry.ids import Side
 from kvferry.node.batching import MAIN
@@ -34,6 +34,7 @@ class KVSender(Room, BaseKVSender):
         Raises:
             RoomInUse: the room has a sender here that was not cleared.
             InputError: no room number, or the manager is not of the prefill side.
+            AddressError: bootstrap_addr is malformed.
         """
         mgr.must_be(Side.PREFILL, "KVSender")
         super().__init__(mgr, bootstrap_room)
@@ -43,16 +44,18 @@ class KVSender(Room, BaseKVSender):
         self._chunks = 0
         node = mgr.node
         self._open(lambda: node.open_offer(self._view))
-        mgr.publish_room(bootstrap_addr, self.bootstrap_room)
+        with self.cleared_on_error():
+            mgr.publish_room(bootstrap_addr, self.bootstrap_room)
 
     @classmethod
     def from_facts(cls, mgr: KVManager, facts: SendFacts) -> KVSender:
         """Open and init a room from what another process (the scheduler half) decided."""
         sender = cls(mgr, facts.bootstrap_addr, facts.room)
-        sender.init(
-            facts.num_kv_indices, facts.aux_index, first_token=facts.first_token, num_tokens=facts.num_tokens,
-            tag=facts.tag,
-        )  # fmt: skip
+        with sender.cleared_on_error():
+            sender.init(
+                facts.num_kv_indices, facts.aux_index, first_token=facts.first_token, num_tokens=facts.num_tokens,
+                tag=facts.tag,
+            )  # fmt: skip
         return sender
 
     def init(
@@ -72,9 +75,11 @@ class KVSender(Room, BaseKVSender):
         first = whole_number(first_token, "first_token", side)
         if num_tokens is not None:
             num_tokens = whole_number(num_tokens, "num_tokens", side, least=first)
+        aux_index = whole_number(aux_index, "aux_index", side, least=-1)
         if aux_index >= 0:
-            self.kv_mgr.node.aux.check(whole_number(aux_index, "aux_index", side), side)
-        facts = OfferFacts(pages, self.kv_mgr.spaces.page_tokens, first, num_tokens, whole_number(tag, "tag", side))
+            self.kv_mgr.node.aux.check(aux_index, side)
+        tag = whole_number(tag, "tag", side, most=MAX_TAG)
+        facts = OfferFacts(pages, self.kv_mgr.spaces.page_tokens, first, num_tokens, tag)
         self._check_tokens(facts)
         self._facts, self._aux_index = facts, aux_index
         self._post(lambda number: self._book.init_offer(time.monotonic(), number, facts))
@@ -96,6 +101,7 @@ class KVSender(Room, BaseKVSender):
         pages = self.kv_mgr.spaces.pack(kv_indices, state_indices)
         count = len(pages.get(MAIN, b"")) // 4
         self._check_count(facts, count, num_kv_tokens)
+        query = after.query if after is not None else None
         last = self._pages_sent + count == facts.num_pages
         chunk = Chunk(self._chunks, self._pages_sent, pages, last)
         aux = self.kv_mgr.node.aux.read(self._aux_index) if last and self._aux_index >= 0 else b""
@@ -103,7 +109,6 @@ class KVSender(Room, BaseKVSender):
         self._chunks += 1
         if not self._view.pages_s:
             self._view.pages_s = time.monotonic()
-        query = after.query if after is not None else None
         self._post(lambda number: self.kv_mgr.node.send(number, chunk, aux, query))
 
     def pop_decode_prefix_len(self) -> int:

@@ -3,6 +3,8 @@
 from kvferry.bootstrap.address import DEFAULT_PORT, join_address, parse_address
 from kvferry.bootstrap.client import BootstrapClient
 from kvferry.bootstrap.records import (
+    DEFAULT_TTL_S,
+    RENEWALS_PER_TTL,
     ConflictError,
     Health,
     RankEntry,
@@ -17,6 +19,8 @@ from kvferry.bootstrap.server import BootstrapServer
 
 __all__ = [
     "DEFAULT_PORT",
+    "DEFAULT_TTL_S",
+    "RENEWALS_PER_TTL",
     "BootstrapClient",
     "BootstrapServer",
     "ConflictError",

@@ -30,6 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.bootstrap.records import (
+    ConflictError,
     Failure,
     Found,
     Health,
@@ -250,7 +251,8 @@ class BootstrapApp:
         return bytes(body)
 
     def _refuse(self, refused: RefusedError) -> Response:
-        failure = Failure(refused.message, refused.code, self.registry.instance, refused.hint)
+        expires_s = refused.expires_s if isinstance(refused, ConflictError) else 0.0
+        failure = Failure(refused.message, refused.code, self.registry.instance, refused.hint, expires_s)
         headers = {"www-authenticate": "Bearer"} if refused.code == "unauthorised" else None
         return _answer(failure, _STATUS.get(refused.code, 400), headers)
 

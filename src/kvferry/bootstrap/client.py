@@ -199,7 +199,7 @@ def _failure(asked: str, status: int, answer: bytes) -> BootstrapError:
         return BootstrapError(f"{asked} answered {status}: {_excerpt(answer)}", hint=_FOREIGN)
     text = f"{asked} answered {status} {said.code}: {said.error}"
     if said.code == "conflict":
-        return ConflictError(text, hint=said.hint)
+        return ConflictError(text, hint=said.hint, expires_s=said.expires_s)
     return RefusedError(text, code=said.code, hint=said.hint)
 
 

@@ -22,7 +22,9 @@ MAX_ENTRY_CHARS = 16384
 _U64 = 2**64
 _ENDPOINT = re.compile(r"tcp://(\[[0-9A-Za-z:.%]+\]|[0-9A-Za-z._-]+):([0-9]{1,5})", re.ASCII)
 _WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104  they are refused, not bound
-_RENEWALS_PER_TTL = 3.0  # two renewals may be lost before an entry expires
+DEFAULT_TTL_S = 6.0
+"""Seconds after which an entry is forgotten; so long does the successor of a killed rank wait for its place."""
+RENEWALS_PER_TTL = 3.0  # two renewals may be lost before an entry expires
 
 
 class RefusedError(BootstrapError):
@@ -40,10 +42,15 @@ class RefusedError(BootstrapError):
 
 
 class ConflictError(RefusedError):
-    """A rank is held by another live incarnation."""
+    """A rank is held by another live incarnation.
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
+    Attributes:
+        expires_s: seconds until that one's entry is forgotten, unless it is renewed.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", expires_s: float = 0.0) -> None:
         super().__init__(message, code="conflict", hint=hint)
+        self.expires_s = expires_s
 
 
 class RankEntry(msgspec.Struct, frozen=True):
@@ -150,12 +157,13 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Body of every answer that is an error."""
+    """Body of every answer that is an error; with code "conflict", expires_s says when to try again."""
 
     error: str
     code: str
     instance: str
     hint: str = ""
+    expires_s: float = 0.0
 
 
 class RoomMap(msgspec.Struct, frozen=True):
@@ -185,7 +193,7 @@ def renew_due(last_s: float | None, now_s: float, ttl_s: float) -> bool:
         now_s: the time, on the same clock.
         ttl_s: what the server said in `Registered.ttl_s`.
     """
-    return last_s is None or now_s - last_s >= ttl_s / _RENEWALS_PER_TTL
+    return last_s is None or now_s - last_s >= ttl_s / RENEWALS_PER_TTL
 
 
 def grid_ranks(sizes: Rank, dp: int | None = None) -> Iterator[Rank]:

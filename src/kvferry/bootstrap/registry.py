@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from kvferry.bootstrap.records import (
+    DEFAULT_TTL_S,
     MAX_RANKS,
     ConflictError,
     RankEntry,
@@ -40,7 +41,7 @@ class Registry:
     """
 
     def __init__(
-        self, ttl_s: float = 10.0, room_ttl_s: float = 300.0, *, max_rooms: int = 1 << 20, instance: str = ""
+        self, ttl_s: float = DEFAULT_TTL_S, room_ttl_s: float = 300.0, *, max_rooms: int = 1 << 20, instance: str = ""
     ) -> None:
         for name, value in (("ttl_s", ttl_s), ("room_ttl_s", room_ttl_s), ("max_rooms", max_rooms)):
             if not (value > 0 and math.isfinite(value)):
@@ -197,6 +198,7 @@ class Registry:
                 f"prefill rank {entry.rank}: incarnation {entry.incarnation:016x} at {entry.endpoint} can't "
                 f"have it while incarnation {held.incarnation:016x} at {held.endpoint} holds it",
                 hint=f"two ranks are configured alike, or the old one is dead and expires in {left_s:.1f} s",
+                expires_s=left_s,
             )
         if entry.epoch < held.epoch:
             raise RefusedError(

@@ -15,7 +15,7 @@ import uvicorn
 
 from kvferry.bootstrap.address import DEFAULT_PORT, join_address
 from kvferry.bootstrap.app import BootstrapApp, new_instance
-from kvferry.bootstrap.records import check_token
+from kvferry.bootstrap.records import DEFAULT_TTL_S, check_token
 from kvferry.bootstrap.registry import Registry
 from kvferry.errors import AddressError, ConfigError
 
@@ -53,7 +53,7 @@ class BootstrapServer:
         port: int = DEFAULT_PORT,
         token: str | None = None,
         insecure: bool = False,
-        ttl_s: float = 10.0,
+        ttl_s: float = DEFAULT_TTL_S,
         room_ttl_s: float = 300.0,
     ) -> None:
         check_token(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvferry import config as settings
 from kvferry.api import KVClassType, get_kv_class, request_tag
 from kvferry.cli.run_demo import Demo, Outcome
 from kvferry.engines import find
@@ -33,6 +35,7 @@ def prepare(
     Raises:
         ConfigError: an unknown or unusable engine, a missing or foreign model file, an empty or too long prompt.
     """
+    settings.load(os.environ)
     get_kv_class(engine, KVClassType.MANAGER)
     find.load(engine)
     if max_new_tokens < 1:
@@ -41,6 +44,8 @@ def prepare(
     path = find_model(model)
     tokenizer = load_tokenizer(path)
     context = load(path).config.context_tokens
+    if max_new_tokens >= context:
+        raise InputError(f"--max-new-tokens {max_new_tokens}: the model has a context of {context} tokens")
     tokens = tokenizer.encode_chat([("user", text)])
     limit = min(MAX_PROMPT_TOKENS, context - max_new_tokens)
     if len(tokens) > limit:

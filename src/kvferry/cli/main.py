@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
+from kvferry import config as settings
 from kvferry.api import KVBootstrapServer
 from kvferry.errors import ConfigError, KvferryError
 
@@ -73,6 +75,7 @@ def bootstrap(
     port: Port to bind to; 0 lets the system choose.
     insecure: Allow an address other than loopback without KVFERRY_SECRET.
     """
+    settings.load(os.environ)  # a mistyped KVFERRY_SECRET would leave the door open
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

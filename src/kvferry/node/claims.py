@@ -16,9 +16,10 @@ from kvferry.node.conns import Conn
 from kvferry.node.links import Dialled
 from kvferry.node.resolver import check_reachable
 from kvferry.node.view import RoomView
+from kvferry.proto.claim import Claim
 from kvferry.proto.effects import ClaimFacts, Kind
 from kvferry.proto.handshake import Handshake
-from kvferry.proto.rules import DRAINS, ClaimState, PeerState
+from kvferry.proto.rules import DRAINS, PeerState
 
 if TYPE_CHECKING:
     from kvferry.node.node import Node
@@ -32,12 +33,14 @@ class Target:
     """Where a room's sources are.
 
     Attributes:
-        key: equal keys are looked up once while all their connections stand.
-        find: returns their addresses; called on a resolver thread.
+        find: returns their addresses; called on a resolver thread, unless they are given.
+        key: equal keys are looked up once while all their connections stand; None is looked up for every room.
+        addresses: the sources, where they are known.
     """
 
-    key: object
-    find: Callable[[], list[str]]
+    find: Callable[[], list[str]] = list
+    key: object = None
+    addresses: tuple[str, ...] = ()
 
 
 class Claims:
@@ -48,6 +51,7 @@ class Claims:
         self.aux_slots: dict[int, int] = {}
         self._pending: dict[int, list[str] | None] = {}
         self._known: dict[object, list[str]] = {}
+        self._looking: dict[object, list[int]] = {}
         self._dialling: set[str] = set()
         self._lost: dict[PeerId, str] = {}
         self._redial_at = 0.0
@@ -58,11 +62,11 @@ class Claims:
         number = self.node.book.claim(time.monotonic(), view.room, tag=tag, trace=trace)
         self.node.views[Kind.CLAIM, number] = view
         self._pending[number] = None
-        known = self._known.get(target.key)
-        if known is not None and all(address in self.node.conns.by_address for address in known):
-            self._found(number, target, known)
+        known = list(target.addresses) or self._known.get(target.key)
+        if known is not None:
+            self._found(number, known)
         else:
-            self.node.resolver.run(target.find, lambda found: self._post(self._found, number, target, found))
+            self._look_up(number, target)
         return number
 
     def metadata(self, number: int, facts: ClaimFacts, aux_slot: int) -> None:
@@ -81,20 +85,17 @@ class Claims:
         for number in list(self._pending):
             self._consider(number)
 
-    def connection_ended(self, conn: Conn) -> None:
-        """Fail what waited for it; remember where it led while pages wait for a proof."""
+    def connection_ended(self, conn: Conn, addresses: list[str]) -> None:
+        """Fail what waited for these addresses; remember where they led while pages wait for a proof."""
         if not isinstance(conn.link, Dialled):
             return
-        address = conn.link.address
-        self._known = {key: known for key, known in self._known.items() if address not in known}
         if conn.peer is not None:
-            self._lost[conn.peer] = address
+            self._lost[conn.peer] = conn.link.address
         reason = conn.reason
-        if not conn.announced and reason is not None and reason.code is Code.PEER_LOST:
-            reason = self.node.where.reason(Code.UNREACHABLE, reason.cause, peer=address, stage="handshake")
-        for number, addresses in list(self._pending.items()):
-            if addresses is not None and address in addresses and reason is not None:
-                self._fail(number, reason)
+        for address in addresses:
+            if not conn.announced and reason is not None and reason.code is Code.PEER_LOST:
+                reason = self.node.where.reason(Code.UNREACHABLE, reason.cause, peer=address, stage="handshake")
+            self._gone(address, reason)
 
     def tick(self, now: float) -> None:
         """Drop what is over; dial again where pages wait for a proof that only the other process can give."""
@@ -115,14 +116,28 @@ class Claims:
     def _post(self, action: Callable[..., None], *args: object) -> None:
         self.node.control.call(lambda: action(*args))
 
-    def _found(self, number: int, target: Target, found: list[str] | KvferryError) -> None:
+    def _look_up(self, number: int, target: Target) -> None:
+        """Rooms that ask the same at the same time share one look-up."""
+        key = object() if target.key is None else target.key
+        waiting = self._looking.setdefault(key, [])
+        waiting.append(number)
+        if len(waiting) == 1:
+            self.node.resolver.run(target.find, lambda found: self._post(self._looked_up, key, target, found))
+
+    def _looked_up(self, key: object, target: Target, found: list[str] | KvferryError) -> None:
+        for number in self._looking.pop(key):
+            if isinstance(found, KvferryError):
+                code = Code.NO_BOOTSTRAP if isinstance(found, BootstrapError) else Code.UNREACHABLE
+                self._fail(number, self.node.where.reason(code, str(found), stage="look-up of the prefill side"))
+                continue
+            if target.key is not None:
+                self._known[target.key] = found
+            self._found(number, found)
+
+    def _found(self, number: int, found: list[str]) -> None:
         if number not in self._pending:
             return
-        if isinstance(found, KvferryError):
-            code = Code.NO_BOOTSTRAP if isinstance(found, BootstrapError) else Code.UNREACHABLE
-            self._fail(number, self.node.where.reason(code, str(found), stage="look-up of the prefill side"))
-            return
-        self._known[target.key] = self._pending[number] = found
+        self._pending[number] = found
         for address in found:
             self._dial(address)
         self._consider(number)
@@ -133,26 +148,39 @@ class Claims:
         self._dialling.add(address)
         self.node.resolver.run(check_reachable, lambda result: self._post(self._reached, address, result), address)
 
-    def _reached(self, address: str, result: KvferryError | None) -> None:
+    def _reached(self, address: str, result: str | KvferryError) -> None:
         self._dialling.discard(address)
+        if isinstance(result, str):
+            if self.node.conns.share(address, result):  # another name of a process that is connected already
+                self.look()
+                return
+            try:
+                self._connect(address, result)
+            except KvferryError as error:
+                result = error
         if isinstance(result, KvferryError):
-            reason = self.node.where.reason(Code.UNREACHABLE, str(result), peer=address, stage="connection")
-            self._known = {key: known for key, known in self._known.items() if address not in known}
-            for number, addresses in list(self._pending.items()):
-                if addresses is not None and address in addresses:
-                    self._fail(number, reason)
-            return
+            cause = str(result)
+            self._gone(address, self.node.where.reason(Code.UNREACHABLE, cause, peer=address, stage="connection"))
+
+    def _connect(self, address: str, numeric: str) -> None:
         self._epoch += 1
         node = self.node
         handshake = Handshake(node.incarnation, node.register_info(), node.where, self._epoch)
         routing_id = node.incarnation.to_bytes(8, "big") + self._epoch.to_bytes(4, "big")
-        conn = Conn(node.links.dial(address, routing_id), handshake)
+        conn = Conn(node.links.dial(address, numeric, routing_id), handshake)
         conn.deadline = time.monotonic() + node.config.bootstrap_timeout_s
         node.control.speak(node.conns.add(conn), repeat=False)
 
+    def _gone(self, address: str, reason: Reason | None) -> None:
+        """An address leads nowhere: what waits for it fails, and where it came from is asked again."""
+        self._known = {key: known for key, known in self._known.items() if address not in known}
+        for number, addresses in list(self._pending.items()):
+            if addresses is not None and address in addresses and reason is not None:
+                self._fail(number, reason)
+
     def _consider(self, number: int) -> None:
         claim = self.node.book.claims.get(number)
-        if claim is None or claim.state is not ClaimState.RESOLVING:
+        if claim is None or not claim.looking:
             self._pending.pop(number, None)
             return
         addresses = self._pending.get(number)
@@ -164,17 +192,18 @@ class Claims:
             assert refused.reason is not None
             self._fail(number, refused.reason)
         elif all(conn is not None and conn.announced for conn in conns):
-            self._resolve(number, addresses, claim.room)
+            self._resolve(claim, addresses)
 
-    def _resolve(self, number: int, addresses: list[str], room: int) -> None:
-        del self._pending[number]
+    def _resolve(self, claim: Claim, addresses: list[str]) -> None:
+        del self._pending[claim.id]
         group = self.node.conns.group_of(addresses)
         if group.problem:
-            cause = f"incompatible: {group.problem}"
-            self._fail(number, self.node.where.reason(Code.INCOMPATIBLE, cause, stage="handshake"))
-        else:
-            self.node.book.resolved(time.monotonic(), number, group.sources(room))
+            # only this end sees the whole group: to open the room, without its pages, and to close it tells the others
+            claim.facts = None
+        self.node.book.resolved(time.monotonic(), claim.id, group.sources(claim.room))
+        if group.problem:
+            self._fail(claim.id, self.node.where.reason(Code.INCOMPATIBLE, group.problem, stage="handshake"))
 
     def _fail(self, number: int, reason: Reason) -> None:
         self._pending.pop(number, None)
-        self.node.book.fail(time.monotonic(), Kind.CLAIM, number, reason)
+        self.node.book.unresolved(time.monotonic(), number, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from kvferry.errors import Code, Reason
@@ -13,6 +14,8 @@ from kvferry.proto.effects import Source, Where
 from kvferry.proto.handshake import Handshake
 from kvferry.proto.rules import PeerState
 from kvferry.wire import KVArgsRegisterInfo
+
+log = logging.getLogger("kvferry.node")
 
 
 @dataclass(eq=False)
@@ -46,6 +49,12 @@ class Conn:
         assert self.handshake.theirs is not None
         return self.handshake.theirs
 
+    def hear_reason(self, reason: Reason) -> None:
+        """A claim was closed; that the group of this rank can't serve the peer is found out there only."""
+        if reason.code is Code.INCOMPATIBLE and self.reason is None:
+            self.reason = reason
+            log.warning("peer %s refused this rank's group: %s", self.link.address, reason)
+
 
 @dataclass
 class Group:
@@ -64,7 +73,7 @@ class Group:
         """Who sends what for a room."""
         found = []
         for conn, share in zip(self.conns, self.election.shares(room), strict=True):
-            if share.involved:
+            if share.involved or self.problem:
                 assert conn.peer is not None
                 assert conn.route is not None
                 found.append(Source(conn.peer, conn.fan_in, share.elected, conn.route))
@@ -89,14 +98,35 @@ class Conns:
             self.by_address[conn.link.address] = conn
         return conn
 
-    def remove(self, conn: Conn) -> None:
-        """Forget a connection."""
+    def share(self, address: str, numeric: str) -> bool:
+        """Let one more name lead to a connection that stands; say whether there is one."""
+        for conn in self.by_link.values():
+            if isinstance(conn.link, Dialled) and conn.link.numeric == numeric:
+                self.by_address[address] = conn
+                return True
+        return False
+
+    def older(self, conn: Conn) -> list[Conn]:
+        """Connections to the same process that this one replaces; their addresses lead to this one from now on."""
+        assert conn.peer is not None
+        found = [
+            other for other in self.by_link.values()
+            if other.peer is not None and other.peer.incarnation == conn.peer.incarnation
+            and other.peer.epoch < conn.peer.epoch
+        ]  # fmt: skip
+        self.by_address = {address: conn if held in found else held for address, held in self.by_address.items()}
+        return found
+
+    def remove(self, conn: Conn) -> list[str]:
+        """Forget a connection; returns the addresses that led to it."""
         self.by_link.pop(conn.link, None)
-        if self.by_address.get(conn.link.address) is conn:
-            del self.by_address[conn.link.address]
+        addresses = [address for address, held in self.by_address.items() if held is conn]
+        for address in addresses:
+            del self.by_address[address]
         if conn.peer is not None and self.by_peer.get(conn.peer) is conn:
             del self.by_peer[conn.peer]
         self._groups.clear()
+        return addresses
 
     def accept(self, conn: Conn, prefill: bool) -> None:
         """The handshake has succeeded: compute what follows from the two layouts, once."""

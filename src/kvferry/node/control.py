@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import Code, EngineError, Reason, WireError
+from kvferry.errors import Blame, Code, EngineError, Reason, WireError
 from kvferry.ids import KVPoll, PeerId
 from kvferry.node.batching import chunk_batches
 from kvferry.node.conns import Conn, lost_reason
@@ -34,8 +34,19 @@ from kvferry.proto.effects import (
 )
 from kvferry.proto.handshake import Handshake
 from kvferry.proto.offer import Offer
-from kvferry.proto.rules import PeerState
-from kvferry.wire import NEEDS_FEATURE, Bye, Frame, Hello, InfoPhase, KVArgsRegisterInfo, Refused, decode, encode
+from kvferry.proto.rules import LIVE_OFFERS, PeerState
+from kvferry.wire import (
+    NEEDS_FEATURE,
+    Bye,
+    Frame,
+    Hello,
+    InfoPhase,
+    KVArgsRegisterInfo,
+    Refused,
+    TransferInfo,
+    decode,
+    encode,
+)
 
 if TYPE_CHECKING:
     from kvferry.node.node import Node
@@ -59,6 +70,7 @@ class Control:
         self.calls: deque[Callable[[], None]] = deque()
         self.waiting_after: list[tuple[int, int, Callable[[], bool]]] = []
         self.running = True
+        self.ended: Reason | None = None
         self.beat = time.monotonic()
         self._next_tick = 0.0
         self.thread = threading.Thread(target=self._main, name="kvferry-control", daemon=True)
@@ -90,12 +102,19 @@ class Control:
                 self._step()
         except Exception as error:
             log.exception("the control thread died")
-            self.node.broken(f"the control thread died: {error!r}")
-            for view in list(self.node.views.values()):
-                reason = self.node.where.reason(Code.INTERNAL, f"the control thread died: {error!r}")
-                view.update(KVPoll.Failed, reason, foreign=False, bytes_landed=view.bytes_landed)
+            problem = f"the control thread died: {error!r}"
+            self.node.broken(problem)
+            self._fail_rooms(self.node.where.reason(Code.INTERNAL, problem, stage="node"))
         finally:
             self.links.close()
+
+    def _fail_rooms(self, reason: Reason) -> None:
+        """The thread ends: nobody else will tell those who wait, whether their rooms came to the book or not."""
+        self.ended = reason
+        for view in list(self.node.opening):
+            view.end(reason)
+        for view in list(self.node.views.values()):
+            view.update(KVPoll.Failed, reason, foreign=False, bytes_landed=view.bytes_landed)
 
     def _step(self) -> None:
         for received in self.links.poll(self._timeout()):
@@ -104,6 +123,7 @@ class Control:
             self.calls.popleft()()
         if self.waiting_after:
             self._poll_after()
+        self.perform()  # before the tick, which may forget a cleared room whose end is still to be shown
         now = self.beat = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + self.node.config.tick_s
@@ -126,6 +146,8 @@ class Control:
         """Ask the events that chunks wait for."""
         still = []
         for offer, chunk, query in self.waiting_after:
+            if not self._sends(offer):
+                continue
             try:
                 done = query()
             except Exception as error:  # noqa: BLE001 - the caller's object; the room fails, nothing else
@@ -139,6 +161,10 @@ class Control:
                 still.append((offer, chunk, query))
         self.waiting_after = still
 
+    def _sends(self, number: int) -> bool:
+        offer = self.book.offers.get(number)
+        return offer is not None and offer.state in LIVE_OFFERS
+
     # -- frames
 
     def _received(self, received: Received) -> None:
@@ -148,12 +174,13 @@ class Control:
                 self.lose(conn, "the connection was closed or its heartbeats stopped")
             return
         if not received.data:  # a probe
+            if conn is None:
+                self.links.drop(received.link)
             return
         try:
             frame = decode(received.data)
         except WireError as error:
-            self.book.counts["malformed"] += 1
-            log.warning("dropped a frame from %s: %s", received.link.address, error)
+            self._dropped("malformed", received.link.address, str(error))
             if conn is None:
                 self.links.drop(received.link)
             return
@@ -165,8 +192,8 @@ class Control:
 
     def _stranger(self, received: Received, frame: Frame) -> Conn | None:
         waiting = sum(not conn.ready for conn in self.conns.by_link.values())
-        if not isinstance(frame.message, Hello) or frame.message.peer != frame.source or waiting > MAX_STRANGERS:
-            self.book.counts["foreign"] += 1
+        if not isinstance(frame.message, Hello) or waiting > MAX_STRANGERS:
+            self._dropped("foreign", received.link.address, "no handshake")
             self.links.drop(received.link)
             return None
         handshake = Handshake(self.node.incarnation, self.node.register_info(), self.node.where, None)
@@ -176,23 +203,38 @@ class Control:
     def _frame(self, conn: Conn, frame: Frame) -> None:
         message = frame.message
         if isinstance(message, (Hello, KVArgsRegisterInfo, Refused)):
-            if isinstance(message, Hello) and message.peer != frame.source:
-                self.book.counts["foreign"] += 1
-                return
-            if isinstance(message, KVArgsRegisterInfo) and frame.source != conn.peer:
-                self.book.counts["foreign"] += 1
+            problem = self._pretence(conn, frame)
+            if problem:
+                self._dropped("foreign", conn.link.address, problem)
                 return
             conn.handshake.hear(message)
             self._progress(conn)
         elif frame.source != conn.peer or frame.destination != conn.handshake.me:
-            self.book.counts["foreign"] += 1
+            self._dropped("foreign", conn.link.address, f"{frame.source} to {frame.destination}")
         elif isinstance(message, Bye):
-            cause = str(message.reason) if message.reason else "the peer said goodbye"
-            self.lose(conn, cause)
+            self.lose(conn, "the peer said goodbye", message.reason)
         elif not conn.ready:
-            self.book.counts["foreign"] += 1
+            self._dropped("foreign", conn.link.address, "the handshake is not over")
         else:
+            if isinstance(message, TransferInfo) and message.reason is not None:
+                conn.hear_reason(message.reason)
             self.book.receive(time.monotonic(), frame.source, message)  # type: ignore[arg-type]
+
+    def _pretence(self, conn: Conn, frame: Frame) -> str:
+        """Why a message of the handshake does not come from whom it says; "" if it may."""
+        name = frame.message.peer if isinstance(frame.message, Hello) else conn.peer
+        if frame.source != name:
+            return f"{frame.source} speaks for {name}"
+        if conn.peer is not None:
+            return "" if name == conn.peer else f"{conn.peer} calls itself {name} now"
+        taken = any(other.peer == name for other in self.conns.by_link.values())
+        return f"{name} has another connection" if taken else ""
+
+    def _dropped(self, what: str, address: str, cause: str) -> None:
+        """Count a frame that was not taken; a flood of them fills no log."""
+        count = self.book.counts[what] = self.book.counts[what] + 1
+        if count & (count - 1) == 0:
+            log.warning("dropped %d %s frames so far, the last one from %s: %s", count, what, address, cause)
 
     # -- connections
 
@@ -202,26 +244,38 @@ class Control:
         if self.node.is_prefill and shake.theirs is not None and not conn.attaching and shake.peer is not None:
             conn.attaching = True
             self.conns.by_peer[shake.peer] = conn
-            self.node.mover.attach(shake.peer, shake.theirs.engines[self.node.engine_name])
+            if self.node.problem:
+                shake.attached(self.node.problem)
+            else:
+                self.node.mover.attach(shake.peer, shake.theirs.engines[self.node.engine_name])
         if conn.ready and not conn.announced:
             conn.announced = True
             self.conns.accept(conn, self.node.is_prefill)
             assert conn.peer is not None
             assert conn.route is not None
             self.book.peer_ready(time.monotonic(), conn.peer, conn.route)
+            for older in self.conns.older(conn):
+                self.lose(older, f"another connection to the same process, {conn.peer}, replaced this one")
             self.node.claims.look()
         if shake.state is PeerState.REFUSED and conn.reason is None:
             conn.reason = shake.reason
             log.warning("peer %s refused: %s", conn.link.address, shake.reason)
+            if conn.announced:
+                self.lose(conn, f"the peer has refused: {shake.reason}")
+                return
             self.node.claims.look()
         self.speak(conn, repeat=False)
 
     def attached(self, peer: PeerId, cause: str) -> None:
-        """The mover has connected the engine to a peer, or not."""
+        """The mover has connected the engine to a peer, or not; anew, where a write to it had failed."""
         conn = self.conns.by_peer.get(peer)
         if conn is not None and not conn.announced:
             conn.handshake.attached(cause)
             self._progress(conn)
+        elif conn is not None and cause:
+            text = f"the engine can't reach the peer any more: {cause}"
+            more = {"peer": str(peer), "stage": "transfer", "blame": Blame.ENGINE}
+            self._part(conn, self.node.where.reason(Code.UNREACHABLE, text, **more))
 
     def speak(self, conn: Conn, *, repeat: bool) -> None:
         """Send what the handshake has to say; `repeat`: a heartbeat has passed."""
@@ -237,19 +291,19 @@ class Control:
         if not self.links.send(conn.link, encode(frame)):
             self.lose(conn, "the connection is gone")
 
-    def lose(self, conn: Conn, cause: str) -> None:
-        """A connection is gone: its rooms fail; nothing is released by that."""
+    def lose(self, conn: Conn, cause: str, reason: Reason | None = None) -> None:
+        """A connection is gone: its rooms fail, with the peer's own reason if it gave one; nothing is released."""
         if self.conns.by_link.get(conn.link) is not conn:
             return
-        reason = lost_reason(self.node.where, conn, cause)
+        reason = reason or lost_reason(self.node.where, conn, cause)
         conn.reason = conn.reason or reason
-        self.conns.remove(conn)
+        addresses = self.conns.remove(conn)
         self.links.drop(conn.link)
         if conn.peer is not None:
             self.book.peer_lost(time.monotonic(), conn.peer, reason)
             if self.node.is_prefill:
                 self.node.mover.detach(conn.peer)
-        self.node.claims.connection_ended(conn)
+        self.node.claims.connection_ended(conn, addresses)
 
     def _tick_conns(self, now: float) -> None:
         """Repeat handshakes, probe accepted connections, give up on those that never become ready."""
@@ -302,7 +356,7 @@ class Control:
         thing = self.book.room(effect.kind, effect.id)
         if view is None or thing is None:
             return
-        if isinstance(thing, Offer) and thing.links and view.prefix_tokens < 0:
+        if isinstance(thing, Offer) and thing.links:
             self._learn_prefix(view, thing)
         where = self.node.where
         foreign = thing.reason is not None and (thing.reason.side, thing.reason.rank) != (
@@ -343,9 +397,13 @@ class Control:
     def dismiss(self, reason: Reason) -> None:
         """Say goodbye to every peer; they shake hands anew when they need to."""
         for conn in list(self.conns.by_link.values()):
-            if conn.peer is not None:
-                self.links.send(conn.link, encode(Frame(conn.handshake.me, conn.peer, Bye(reason))))
-            self.lose(conn, reason.cause)
+            self._part(conn, reason)
+
+    def _part(self, conn: Conn, reason: Reason) -> None:
+        """Say goodbye, with the reason for the rooms of both ends."""
+        if conn.peer is not None:
+            self.links.send(conn.link, encode(Frame(conn.handshake.me, conn.peer, Bye(reason))))
+        self.lose(conn, reason.cause, reason)
 
     def leave(self, reason: Reason) -> None:
         """Say goodbye to every peer and end the loop."""
@@ -353,6 +411,7 @@ class Control:
             if conn.peer is not None:
                 self.links.send(conn.link, encode(Frame(conn.handshake.me, conn.peer, Bye(reason))))
         self.running = False
+        self._fail_rooms(reason)
 
 
 _DO: dict[type, Callable[[Control, Any], None]] = {

@@ -22,6 +22,8 @@ MAX_SOCKETS = 16384
 BURST = 256
 """Frames taken from one socket before the others have their turn."""
 
+_UNSPOKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_UNSPOKEN |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _LOST |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -42,10 +44,13 @@ class Accepted(Link):
 
 
 class Dialled(Link):
-    """A connection that this side made."""
+    """A connection that this side made; `numeric` is where `address` led."""
 
-    def __init__(self, address: str, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, address: str, numeric: str, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]
+    ) -> None:
         super().__init__(address)
+        self.numeric = numeric
         self.socket = socket
         self.monitor = monitor
 
@@ -59,7 +64,12 @@ class Received:
 
 
 class Links:
-    """All connections of a node, and the descriptor that wakes its thread."""
+    """All connections of a node, and the descriptor that wakes its thread.
+
+    Attributes:
+        port: the port that is bound.
+        unspoken: connections that ended before they had spoken ZMTP; checks of reachability are among them.
+    """
 
     def __init__(self, host: str, ports: tuple[int, int], heartbeat_s: float, timeout_s: float) -> None:
         self._heartbeat_ms, self._timeout_ms = int(heartbeat_s * 1000), int(timeout_s * 1000)
@@ -73,12 +83,15 @@ class Links:
         self._poller.register(self._wake, zmq.POLLIN)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._doorbell = self._router.get_monitor_socket(_UNSPOKEN)
+        self.unspoken = 0
         try:
             self.port = self._bind(host, ports)
         except BaseException:
             self.close()
             raise
         self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._doorbell, zmq.POLLIN)
 
     # -- any thread
 
@@ -90,17 +103,29 @@ class Links:
 
     # -- the owner
 
-    def dial(self, address: str, routing_id: bytes) -> Dialled:
-        """Begin to connect to "tcp://host:port"."""
-        socket = self._socket(zmq.DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, routing_id)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        monitor = socket.get_monitor_socket(_LOST)
-        link = Dialled(address, socket, monitor)
-        self._dialled[socket] = self._dialled[monitor] = link
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
-        socket.connect(address)
+    def dial(self, address: str, numeric: str, routing_id: bytes) -> Dialled:
+        """Begin to connect to "tcp://host:port", whose numeric form is known.
+
+        Raises:
+            AddressError: libzmq does not take the address, or has no socket left.
+        """
+        socket = None
+        try:
+            socket = self._socket(zmq.DEALER)
+            socket.setsockopt(zmq.ROUTING_ID, routing_id)
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            monitor = socket.get_monitor_socket(_LOST)
+            link = Dialled(address, numeric, socket, monitor)
+            self._dialled[socket] = self._dialled[monitor] = link
+            self._poller.register(socket, zmq.POLLIN)
+            self._poller.register(monitor, zmq.POLLIN)
+            socket.connect(numeric)
+        except zmq.ZMQError as error:
+            if socket in self._dialled:
+                self.drop(self._dialled[socket])
+            elif socket is not None:
+                socket.close(0)
+            raise AddressError(f"no connection to {address} ({numeric}) can be made: {error}") from None
         return link
 
     def send(self, link: Link, data: bytes) -> bool:
@@ -125,6 +150,8 @@ class Links:
                 yield from self._from_router()
             elif item == self._wake:
                 _drain(self._wake)
+            elif item is self._doorbell:
+                self._count_unspoken()
             elif item in self._dialled:
                 yield from self._from_dialled(item, self._dialled[item])
 
@@ -144,6 +171,8 @@ class Links:
         """Close everything; frames that were handed over have 0.2 s to leave."""
         for link in set(self._dialled.values()):
             self.drop(link)
+        self._router.disable_monitor()
+        self._doorbell.close(0)
         self._router.close(200)
         self._context.term()
         with self._wake_lock:
@@ -182,6 +211,11 @@ class Links:
             f"control plane: cannot bind {host} port {ports[0]}{f'-{ports[1]}' if ports[1] > ports[0] else ''}: {last}",
             hint="choose a free port or range (control_ports), or 0; check that the address is one of this host",
         )
+
+    def _count_unspoken(self) -> None:
+        while self._doorbell.poll(0):
+            recv_monitor_message(self._doorbell, zmq.NOBLOCK)
+            self.unspoken += 1
 
     def _from_router(self) -> Iterator[Received]:
         for _ in range(BURST):

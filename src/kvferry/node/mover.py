@@ -13,12 +13,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
-from kvferry.engines.seam import Batch, Done, Engine, Outcome, Region, Ticket
-from kvferry.errors import KvferryError
+from kvferry.engines.seam import Batch, Done, Engine, Outcome, Ticket
+from kvferry.errors import EngineError
 from kvferry.ids import PeerId
 
 log = logging.getLogger("kvferry.mover")
+
+T = TypeVar("T")
 
 BUSY_POLL_S = 0.001
 IDLE_POLL_S = 0.05
@@ -73,6 +76,8 @@ class Mover:
         self._jobs: dict[int, Job] = {}
         self._by_ticket: dict[Ticket, Job] = {}
         self._attaching: dict[Ticket, PeerId] = {}
+        self._blobs: dict[PeerId, bytes] = {}
+        self._doubted: set[PeerId] = set()
         self._fences: dict[Ticket, tuple[PeerId, int | None]] = {}
         self._peer_out: dict[PeerId, int] = {}
         self._running = True
@@ -101,26 +106,34 @@ class Mover:
 
     def detach(self, peer: PeerId) -> None:
         """Let the engine forget a peer."""
-        self._inbox.put(lambda: self._engine.detach(peer))
+        self._inbox.put(lambda: self._detach(peer))
 
     def fence(self, peer: PeerId, claim: int | None) -> None:
         """Ask for a proof."""
-        self._inbox.put(lambda: self._fences.__setitem__(self._engine.fence(peer, claim), (peer, claim)))
+        self._inbox.put(lambda: self._fence(peer, claim))
 
-    def register(self, regions: list[Region]) -> BaseException | None:
-        """Replace the registered regions and wait for it; returns what went wrong."""
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    def ask(self, question: Callable[[Engine], T], timeout_s: float) -> T:
+        """Ask the engine something on its own thread, and wait for the answer; raises what it raises.
+
+        Raises:
+            EngineError: no answer within timeout_s.
+        """
+        done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
         def call() -> None:
             try:
-                self._engine.register(regions)
-            except KvferryError as error:
-                done.put(error)
-            else:
-                done.put(None)
+                done.put((question(self._engine), None))
+            except Exception as error:  # noqa: BLE001 - raised again, on the thread of whoever asked
+                done.put((None, error))
 
         self._inbox.put(call)
-        return done.get(timeout=60)
+        try:
+            answer, error = done.get(timeout=timeout_s)
+        except queue.Empty:
+            raise EngineError(f"engine {self._engine.name} did not answer within {timeout_s:g} s") from None
+        if error is not None:
+            raise error
+        return cast("T", answer)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the thread and close the engine."""
@@ -134,6 +147,7 @@ class Mover:
         try:
             while self._running:
                 self._take_inbox()
+                self._renew_doubted()
                 self._submit_some()
                 self._collect()
         except Exception as error:
@@ -160,10 +174,34 @@ class Mover:
         self._running = False
 
     def _attach(self, peer: PeerId, blob: bytes) -> None:
+        self._blobs[peer] = blob
         try:
             self._attaching[self._engine.attach(peer, blob)] = peer
         except Exception as error:  # noqa: BLE001 - it acts on what a peer sent: that peer is refused, nothing else
             self._reports.attached(peer, str(error) or repr(error))
+
+    def _renew_doubted(self) -> None:
+        """Connect anew to peers to whom a write failed, once nothing is out to them.
+
+        The control plane can stand while what the engine uses is broken: all later writes would fail as well.
+        """
+        for peer in [peer for peer in self._doubted if not self._peer_out.get(peer)]:
+            self._doubted.discard(peer)
+            if peer in self._blobs and peer not in self._attaching.values():
+                self._attach(peer, self._blobs[peer])
+
+    def _detach(self, peer: PeerId) -> None:
+        self._blobs.pop(peer, None)
+        try:
+            self._engine.detach(peer)
+        except Exception:
+            log.exception("engine %s raised in detach of %s; nothing is concluded from it", self._engine.name, peer)
+
+    def _fence(self, peer: PeerId, claim: int | None) -> None:
+        try:
+            self._fences[self._engine.fence(peer, claim)] = (peer, claim)
+        except Exception:
+            log.exception("engine %s raised in fence of %s: no proof, pages stay held", self._engine.name, peer)
 
     def _begin(self, job: Job) -> None:
         self._jobs[job.number] = job
@@ -181,7 +219,7 @@ class Mover:
             job = self._ready.popleft()
             if job.cause or job.exhausted:
                 self._settle(job)
-            elif self._peer_out.get(job.peer, 0) >= self._in_flight or self._submit_next(job):
+            elif self._must_wait(job.peer) or self._submit_next(job):
                 self._ready.append(job)
             else:
                 self._settle(job)
@@ -203,6 +241,7 @@ class Mover:
             log.exception("engine %s raised in submit", self._engine.name)
             job.cause = f"engine {self._engine.name} raised in submit: {error!r}"
             job.unproven.add(-job.number)
+            self._doubted.add(job.peer)
             return False
         job.out[ticket] = batch.total_bytes
         self._by_ticket[ticket] = job
@@ -224,7 +263,10 @@ class Mover:
                 self._ended(self._by_ticket[done.ticket], done)
 
     def _may_submit(self) -> bool:
-        return any(self._peer_out.get(job.peer, 0) < self._in_flight for job in self._ready)
+        return any(not self._must_wait(job.peer) for job in self._ready)
+
+    def _must_wait(self, peer: PeerId) -> bool:
+        return self._peer_out.get(peer, 0) >= self._in_flight or peer in self._attaching.values()
 
     def _ended(self, job: Job, done: Done) -> None:
         if done.outcome is Outcome.QUIET:
@@ -244,6 +286,8 @@ class Mover:
                 self._reports.progress(job.number)
         elif not job.cause or job.cause == "stopped":
             job.cause = _text(done)
+        if done.outcome is not Outcome.LANDED:
+            self._doubted.add(job.peer)
         self._settle(job)
 
     def _proven(self, job: Job, ticket: Ticket) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from kvferry.config import Config, port_range
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
-from kvferry.engines.seam import Caps, EngineConfig, Limits, Region
+from kvferry.engines.seam import Caps, Engine, EngineConfig, Limits, Region
 from kvferry.errors import Code, ConfigError, ForkError, Reason
 from kvferry.ids import PeerId, Side
 from kvferry.layout import Device, Layout, validate
@@ -22,6 +22,7 @@ from kvferry.node.aux import AuxBuffer, AuxRows
 from kvferry.node.claims import Claims
 from kvferry.node.conns import Conns
 from kvferry.node.control import Control
+from kvferry.node.hosts import advertised_host, bound_address, tcp_endpoint
 from kvferry.node.links import Links
 from kvferry.node.mover import Mover, Reports
 from kvferry.node.resolver import Resolver
@@ -29,10 +30,11 @@ from kvferry.node.view import RoomView
 from kvferry.plan.footprint import footprint
 from kvferry.proto.book import Book
 from kvferry.proto.effects import Chunk, Kind, Times, Where
+from kvferry.proto.rules import SETTLED
 from kvferry.wire import KVArgsRegisterInfo, unpack_pages
 
-LOOPBACK = ("127.", "::1", "localhost")
 HEALTHY_BEAT_S = 5.0
+REGISTER_LIMIT_S = 60.0
 
 
 class Node:
@@ -61,8 +63,8 @@ class Node:
         Raises:
             LayoutError, UnknownEngine, EngineUnavailable, AddressError, ConfigError: what is wrong, and where.
         """
-        _check_bind(config)
-        validate(layout, side.value)
+        self._bind_host, self._advertised = bound_address(config), advertised_host(config)
+        validate(layout, side.value, bound=True)
         self._pid = os.getpid()
         self.side = side
         self.is_prefill = side is Side.PREFILL
@@ -74,6 +76,7 @@ class Node:
         self.aux = AuxRows(aux)
         self.grants = GrantTable()
         self.views: dict[tuple[Kind, int], RoomView] = {}
+        self.opening: set[RoomView] = set()
         self.problem = ""
         self.epoch = 0
         self.book = Book(_times(config), self.where)
@@ -81,13 +84,13 @@ class Node:
         self._open_engine()
         try:
             self.links = Links(
-                config.bind_host, port_range(config.control_ports, "control_ports"),
+                self._bind_host, port_range(config.control_ports, "control_ports"),
                 config.heartbeat_s, config.heartbeat_timeout_s,
             )  # fmt: skip
         except BaseException:
             self.engine.close()
             raise
-        self.endpoint = _endpoint(config.advertised, self.links.port)
+        self.endpoint = tcp_endpoint(self._advertised, self.links.port)
         self.resolver = Resolver()
         self.claims = Claims(self)
         self.control = Control(self)
@@ -120,6 +123,8 @@ class Node:
         """Say which thread does not work, and why; an empty text while all do."""
         if self.problem:
             return self.problem
+        if self.control.ended is not None:
+            return f"the node has ended: {self.control.ended.cause}"
         if not self.mover.alive:
             return f"the mover thread of engine {self.engine_name} has ended"
         if not self.control.thread.is_alive():
@@ -150,11 +155,11 @@ class Node:
         """Register other memory in a new epoch; waits until the engine has it and every peer is told.
 
         Raises:
-            ConfigError: the rank or the spaces changed.
+            ConfigError: the rank or the spaces changed, or pages of earlier rooms are not free yet.
             EngineError: the engine can't register it; the old registration is gone, new rooms are refused.
         """
         self.check_fork()
-        validate(layout, self.side.value)
+        validate(layout, self.side.value, bound=True)
         if (layout.rank, layout.spaces) != (self.layout.rank, self.layout.spaces):
             raise ConfigError(
                 f"{self.side.value}: update_buffers can't change rank or spaces "
@@ -162,14 +167,19 @@ class Node:
                 hint="make a new manager",
             )
         rows = AuxRows(aux)
+        self._wait_until_free()
         reason = self.where.reason(Code.REREGISTERED, "the peer registered other memory", stage="update_buffers")
         self.control.run(lambda: self.control.dismiss(reason))
-        error = self.mover.register(regions(layout))
-        if error is not None:
-            raise error
+
+        def register(engine: Engine) -> bytes:
+            engine.register(regions(layout))
+            return engine.describe()
+
+        blob = self.mover.ask(register, REGISTER_LIMIT_S)
 
         def switch() -> None:
-            self.layout, self.aux = layout, rows
+            self.control.dismiss(reason)  # who shook hands in between has heard of the old memory
+            self.layout, self.aux, self._blob = layout, rows, blob
             self.conns = self.control.conns = Conns(layout, group or (layout,))
             self.epoch += 1
 
@@ -189,7 +199,7 @@ class Node:
         """Engine, addresses, peers and counts, as of now."""
         self.check_fork()
         states = Counter(view.poll.name for view in list(self.views.values()))
-        counts = {name: count for name, count in self.book.counts.items() if not name.startswith("parked ")}
+        counts = {**dict(self.book.counts), "unspoken": self.links.unspoken}
         return {
             "side": self.side.value, "rank": str(self.layout.rank), "endpoint": self.endpoint,
             "incarnation": f"{self.incarnation:016x}", "epoch": self.epoch, "engine": self.engine_name,
@@ -204,7 +214,10 @@ class Node:
     def engine_info(self) -> dict[str, Any]:
         """What the engine says of itself, if it says anything."""
         describe: Callable[[], dict[str, Any]] | None = getattr(self.engine, "info", None)
-        return describe() if describe is not None else {}
+        try:
+            return describe() if describe is not None else {}
+        except Exception as error:  # noqa: BLE001 - asked for beside its thread, it may be changing or closed
+            return {"unknown": repr(error)}
 
     def grant(self, peers: tuple[PeerId, ...], claim: int, pages: dict[str, bytes]) -> None:
         """Let peers write to a claim's pages, for engines that check."""
@@ -230,15 +243,34 @@ class Node:
 
     # -- helpers
 
+    def _wait_until_free(self) -> None:
+        """Wait until no engine and no peer can touch a page any more, at most for drain_limit_s."""
+        limit_s = self.config.drain_limit_s
+        deadline = time.monotonic() + limit_s
+        while unsettled := self._unsettled():
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"{self.side.value}: update_buffers while pages of {unsettled} earlier rooms may still be in use "
+                    f"({limit_s:g} s after they ended)",
+                    hint="wait until is_release_safe() is true for each, or call release_quarantined()",
+                )
+            time.sleep(0.005)
+
+    def _unsettled(self) -> int:
+        book = self.book
+        offers, claims = list(book.offers.values()), list(book.claims.values())
+        return sum(each.state not in SETTLED for each in offers) + sum(each.state not in SETTLED for each in claims)
+
     def _busy(self) -> bool:
-        return bool(self.control.calls or self.book.jobs)
+        """Whether something is still read or written here, or may be, that a little time can end."""
+        return bool(self.control.calls) or self._unsettled() > 0
 
     def _open_engine(self) -> None:
         self.engine = find.load(self.engine_name)
         config = self.config
         self.engine.open(EngineConfig(
-            me=PeerId(self.incarnation), grants=self.grants, bind_host=config.bind_host,
-            advertise_host=config.advertised, data_ports=port_range(config.data_ports, "data_ports"),
+            me=PeerId(self.incarnation), grants=self.grants, bind_host=self._bind_host,
+            advertise_host=self._advertised, data_ports=port_range(config.data_ports, "data_ports"),
             options=config.options(),
         ))  # fmt: skip
         try:
@@ -285,15 +317,3 @@ def _times(config: Config) -> Times:
         config.tick_s, config.heartbeat_s, config.bootstrap_timeout_s, config.claim_timeout_s, config.stall_s,
         config.drain_limit_s, config.hold_limit_s,
     )  # fmt: skip
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _check_bind(config: Config) -> None:
-    if not config.bind_host.startswith(LOOPBACK) and not config.insecure:
-        raise ConfigError(
-            f"bind_host {config.bind_host!r} is not loopback, and the control plane has no keys in this version",
-            hint="pass insecure=True (--insecure) on a network where every host is trusted, or bind to 127.0.0.1",
-        )

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvferry.errors import AddressError, KvferryError
+from kvferry.node.hosts import tcp_endpoint
 
-THREADS = 4
+THREADS = 32
+"""Each may wait for a server that does not answer; they are started when they are needed."""
 CONNECT_TIMEOUT_S = 2.0
 
 
@@ -31,6 +33,8 @@ class Resolver:
                 result = call(*args)
             except KvferryError as error:
                 result = error
+            except Exception as error:  # noqa: BLE001 - who waits for `done` must hear of it, whatever it was
+                result = KvferryError(f"a look-up failed: {error!r}")
             done(result)
 
         self._pool.submit(task)
@@ -40,20 +44,25 @@ class Resolver:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def check_reachable(address: str) -> None:
+def check_reachable(address: str) -> str:
     """Connect to "tcp://host:port" and hang up: libzmq would retry in silence where this says why.
+
+    Returns:
+        The address that answered, numeric, so that a name is looked up once and all its addresses are tried.
 
     Raises:
         AddressError: malformed, unknown host, refused, no route, timed out.
     """
     host, port = split_address(address)
     try:
-        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+        with socket.create_connection((host, port), CONNECT_TIMEOUT_S) as connection:
+            numeric = socket.getnameinfo(connection.getpeername(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+    except (OSError, UnicodeError) as error:
         raise AddressError(
-            f"prefill worker at {host}:{port} can't be reached: {error.strerror or error}",
+            f"prefill worker at {host}:{port} can't be reached: {getattr(error, 'strerror', None) or error}",
             hint="check that it runs, its advertised address and port range, and firewalls",
         ) from None
+    return tcp_endpoint(numeric[0], port)
 
 
 def split_address(address: str) -> tuple[str, int]:

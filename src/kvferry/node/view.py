@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from kvferry.errors import Reason
+from kvferry.errors import ProtocolError, Reason
 from kvferry.ids import KVPoll
 
 TERMINAL = frozenset({KVPoll.Success, KVPoll.Failed})
@@ -37,8 +37,9 @@ class RoomView:
         self.started_s = time.monotonic()
         self.pages_s = 0.0
         self.ended_s = 0.0
-        self._event: threading.Event | None = None
+        self._changed = threading.Condition()
         self._fd = -1
+        self._closed = False
 
     # -- the control thread
 
@@ -54,40 +55,46 @@ class RoomView:
         self.poll = poll
         self._notify()
 
+    def end(self, reason: Reason) -> None:
+        """Fail a room that never came to the book: nothing was shown to anyone."""
+        self.released = True
+        self.update(KVPoll.Failed, reason, foreign=False, bytes_landed=0)
+
     def release(self) -> None:
         """The pages are free."""
         self.released = True
         self._notify()
 
     def _notify(self) -> None:
-        event, fd = self._event, self._fd
-        if event is not None:
-            event.set()
-        if fd >= 0:
-            os.eventfd_write(fd, 1)
+        with self._changed:  # close() may run at the same time; a reused descriptor is not ours to write
+            self._changed.notify_all()
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
 
-    # -- the owner
+    # -- the owner, on any number of threads
 
     def wait(self, timeout_s: float) -> KVPoll:
         """Block until the room has ended, or for timeout_s."""
-        deadline = time.monotonic() + timeout_s
-        while self.poll not in TERMINAL:
-            self._event = threading.Event()
-            rest = deadline - time.monotonic()
-            if rest <= 0 or self.poll in TERMINAL:
-                break
-            self._event.wait(rest)
-        self._event = None
+        with self._changed:
+            self._changed.wait_for(lambda: self.poll in TERMINAL, timeout_s)
         return self.poll
 
     def fileno(self) -> int:
-        """A file descriptor that is readable after a change; made on first use, closed by `close`."""
-        if self._fd < 0:
-            self._fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        return self._fd
+        """A file descriptor that is readable after a change; made on first use, closed by `close`.
+
+        Raises:
+            ProtocolError: it was closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise ProtocolError(f"room {self.room}: fileno() after clear()", hint="ask before the room is cleared")
+            if self._fd < 0:
+                self._fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            return self._fd
 
     def close(self) -> None:
         """Close the descriptor."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        with self._changed:
+            fd, self._fd, self._closed = self._fd, -1, True
+            if fd >= 0:
+                os.close(fd)

@@ -66,7 +66,7 @@ def test_ranks_register_are_looked_up_and_leave(world):
     assert (said["ready"], said["registered"], said["expected"]) == (False, 1, 2)
     assert said["missing"] == [{"dp": 0, "pp": 0, "cp": 0, "tp": 1}]
     said = world.call("PUT", "/register", body(1, extra={"model": "m"}, load_balance="room"))
-    assert (said["outcome"], said["ttl_s"], said["generation"]) == ("added", 10.0, 2)
+    assert (said["outcome"], said["ttl_s"], said["generation"]) == ("added", 6.0, 2)
     assert world.call("GET", "/ready")["ready"] is True
     topology = world.call("GET", "/topology")
     assert topology["sizes"] == {"dp": 1, "pp": 1, "cp": 1, "tp": 2}
@@ -86,7 +86,7 @@ def test_a_conflict_is_a_409_and_changes_nothing(world):
     world.call("PUT", "/register", body(incarnation=1))
     said = world.call("PUT", "/register", body(incarnation=2), status=409)
     assert said["code"] == "conflict"
-    assert "expires in 10.0 s" in said["hint"]
+    assert "expires in 6.0 s" in said["hint"]
     assert world.call("PUT", "/register", body(size=4), status=409)["code"] == "sizes_differ"
     assert [found["incarnation"] for found in world.call("GET", "/topology")["entries"]] == [1]
 

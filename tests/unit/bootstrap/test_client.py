@@ -131,7 +131,7 @@ def test_every_call_works_against_a_real_server():
         assert client.health().status == "ok"
         assert client.topology().sizes is None
         said = client.register(ENTRY)
-        assert (said.outcome, said.ttl_s, said.instance) == ("added", 10.0, server.instance)
+        assert (said.outcome, said.ttl_s, said.instance) == ("added", 6.0, server.instance)
         assert client.register(ENTRY).outcome == "renewed"
         topology = client.topology()
         assert topology.entries == (ENTRY,)
