@@ -73,30 +73,31 @@ def _shared(mine: list[int], all_reduce: MinReduce) -> list[int]:
 def _intersect(mine: list[int], most: int, all_reduce: MinReduce) -> list[int]:
     """The rooms that every rank has, in a few collectives of equal shape.
 
-    Each rank puts its rooms into a table by a hash; a cell is shared if its lowest and highest value are the same.
-    Rooms of one rank that fall into one cell are left out and tried again with another hash, until no rank has any.
+    Each rank puts its rooms into a table by a hash. A cell in which no rank has two rooms is decided: it is shared if
+    its lowest and highest value are the same. The rooms of the other cells are tried again with another hash.
     """
     shared: list[int] = []
-    rest = np.array(mine, np.int64)
+    rest, size = np.array(mine, np.int64), 8 * most
     for salt in itertools.count():
-        table, collided = _table(rest, 8 * most, salt)
-        low = all_reduce(np.concatenate([table, -table, [-collided]]))
-        cells = low[: len(table)]
-        found = cells[(cells == -low[len(table) : -1]) & (cells > 0)] - 1
-        shared += found.tolist()
-        rest = rest[~np.isin(rest, found)]
-        if low[-1] == 0:
+        cells = _cells(rest, size, salt)
+        low = all_reduce(np.concatenate(_tables(rest, cells, size)))
+        lowest, highest, crowded = low[:size], -low[size : 2 * size], -low[2 * size :]
+        shared += (lowest[(lowest == highest) & (lowest > 0) & (crowded == 0)] - 1).tolist()
+        if not crowded.any():
             break
+        rest = rest[crowded[cells] > 0]
     return sorted(shared)
 
 
-def _table(rooms: I64, size: int, salt: int) -> tuple[I64, int]:
-    """The cells, with room + 1 where a room has one to itself, and the number of rooms that have not."""
+def _tables(rooms: I64, cells: I64, size: int) -> list[I64]:
+    """Room + 1 in each cell that has one, the same negated, and -1 in each cell that has several."""
+    counts = np.bincount(cells, minlength=size)
+    table = np.zeros(size, np.int64)
+    table[cells] = rooms + 1
+    return [table, -table, -(counts > 1).astype(np.int64)]
+
+
+def _cells(rooms: I64, size: int, salt: int) -> I64:
     mixed = (rooms.astype(np.uint64) ^ np.uint64(salt * SALT)) * MIX
     mixed = (mixed ^ (mixed >> np.uint64(29))) * MIX  # twice, so that another salt parts what met with this one
-    cells = (mixed >> np.uint64(32)) % np.uint64(size)
-    order, counts = np.unique(cells, return_counts=True)
-    alone = np.isin(cells, order[counts == 1])
-    table = np.zeros(size, np.int64)
-    table[cells[alone].astype(np.int64)] = rooms[alone] + 1
-    return table, int(len(rooms) - alone.sum())
+    return ((mixed >> np.uint64(32)) % np.uint64(size)).astype(np.int64)

@@ -84,6 +84,13 @@ def test_every_rank_finds_the_intersection(sets, everywhere):
         assert list(one) == sorted(shared)
 
 
+def test_a_rank_with_many_rooms_beside_ranks_with_none_comes_to_an_end():
+    ranks = Ranks(3)
+    many = {room: Room(KVPoll.Success, True) for room in range(2000)}
+    assert ranks.poll([{}, many, {}]) == [{}, {}, {}]
+    assert ranks.calls < 10
+
+
 def test_one_room_less_costs_a_few_collectives_not_one_for_each_room():
     every = {room: Room(KVPoll.Success, True) for room in range(500)}
     for missing in (0, 250, 499):
