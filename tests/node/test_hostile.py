@@ -47,12 +47,11 @@ def messages(me):
 
 
 GARBAGE = {
-    "random bytes": os.urandom(4096),
     "an HTTP request": b"GET / HTTP/1.1\r\nHost: kvferry\r\n\r\n",
     "a long HTTP request": b"POST / HTTP/1.1\r\nHost: kvferry\r\n\r\n" + b"a=b&" * 1000,
     "a ZMTP greeting only": b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48),
     "half a ZMTP greeting": b"\xff" + bytes(8) + b"\x7f",
-    "a TLS hello": bytes.fromhex("16030100") + os.urandom(300),
+    "a TLS hello": bytes.fromhex("16030100f4010000f00303") + b"kvferry?" * 40,
 }
 
 
@@ -63,8 +62,19 @@ def test_garbage_over_plain_tcp_is_counted(make, kit, name, attacked):
     endpoint = {"prefill": prefill, "decode": decode}[attacked].manager.endpoint
     before = sum(counts({"prefill": prefill, "decode": decode}[attacked]).values())
     for _ in range(5):
-        raw_tcp(endpoint, GARBAGE[name], reset=name == "random bytes")
+        raw_tcp(endpoint, GARBAGE[name])
     kit.until(lambda: sum(counts({"prefill": prefill, "decode": decode}[attacked]).values()) >= before + 5)
+    works(prefill, decode, kit, 5)
+
+
+@pytest.mark.parametrize("attacked", ["prefill", "decode"])
+def test_random_bytes_are_harmless(make, kit, attacked):
+    prefill, decode = make("prefill"), make("decode")
+    side = {"prefill": prefill, "decode": decode}[attacked]
+    for seed in range(40):
+        raw_tcp(side.manager.endpoint, np.random.default_rng(seed).bytes(4096), reset=seed % 2 == 0)
+    # some of them look like the beginning of a frame of ZMTP 1 that never ends: libzmq drops those without a word
+    kit.until(lambda: sum(counts(side).values()) >= 20)
     works(prefill, decode, kit, 5)
 
 

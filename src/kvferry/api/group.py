@@ -100,4 +100,5 @@ def _tables(rooms: I64, cells: I64, size: int) -> list[I64]:
 def _cells(rooms: I64, size: int, salt: int) -> I64:
     mixed = (rooms.astype(np.uint64) ^ np.uint64(salt * SALT)) * MIX
     mixed = (mixed ^ (mixed >> np.uint64(29))) * MIX  # twice, so that another salt parts what met with this one
-    return ((mixed >> np.uint64(32)) % np.uint64(size)).astype(np.int64)
+    cells: I64 = ((mixed >> np.uint64(32)) % np.uint64(size)).astype(np.int64)
+    return cells

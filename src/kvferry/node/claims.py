@@ -169,7 +169,7 @@ class Claims:
         routing_id = node.incarnation.to_bytes(8, "big") + self._epoch.to_bytes(4, "big")
         conn = Conn(node.links.dial(address, numeric, routing_id), handshake)
         conn.deadline = time.monotonic() + node.config.bootstrap_timeout_s
-        node.control.speak(node.conns.add(conn), repeat=False)
+        node.control.board.speak(node.conns.add(conn), repeat=False)
 
     def _gone(self, address: str, reason: Reason | None) -> None:
         """An address leads nowhere: what waits for it fails, and where it came from is asked again."""

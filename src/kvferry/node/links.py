@@ -46,9 +46,7 @@ class Accepted(Link):
 class Dialled(Link):
     """A connection that this side made; `numeric` is where `address` led."""
 
-    def __init__(
-        self, address: str, numeric: str, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]
-    ) -> None:
+    def __init__(self, address: str, numeric: str, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
         super().__init__(address)
         self.numeric = numeric
         self.socket = socket

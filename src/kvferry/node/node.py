@@ -169,7 +169,7 @@ class Node:
         rows = AuxRows(aux)
         self._wait_until_free()
         reason = self.where.reason(Code.REREGISTERED, "the peer registered other memory", stage="update_buffers")
-        self.control.run(lambda: self.control.dismiss(reason))
+        self.control.run(lambda: self.control.board.dismiss(reason))
 
         def register(engine: Engine) -> bytes:
             engine.register(regions(layout))
@@ -178,9 +178,9 @@ class Node:
         blob = self.mover.ask(register, REGISTER_LIMIT_S)
 
         def switch() -> None:
-            self.control.dismiss(reason)  # who shook hands in between has heard of the old memory
+            self.control.board.dismiss(reason)  # who shook hands in between has heard of the old memory
             self.layout, self.aux, self._blob = layout, rows, blob
-            self.conns = self.control.conns = Conns(layout, group or (layout,))
+            self.conns = self.control.board.conns = Conns(layout, group or (layout,))
             self.epoch += 1
 
         self.control.run(switch)
@@ -290,7 +290,7 @@ class Node:
             landed=lambda job, nbytes: post(lambda: book.job_landed(now(), job, nbytes)),
             failed=lambda job, cause, quiet: post(lambda: book.job_failed(now(), job, cause, quiet=quiet)),
             quiet=lambda job: post(lambda: book.job_quiet(now(), job)),
-            attached=lambda peer, cause: post(lambda: self.control.attached(peer, cause)),
+            attached=lambda peer, cause: post(lambda: self.control.board.attached(peer, cause)),
             fenced=lambda peer, claim: post(lambda: book.fence_done(now(), peer, claim)),
             broken=self.broken,
         )
