@@ -131,9 +131,7 @@ def test_tokens_are_equal_and_logits_close(
     differences = np.abs(logits - expected_logits).max(axis=1)
     record_property("prefill_max_abs_difference", float(differences[0]))
     record_property("decode_max_abs_difference", float(differences[1:].max()))
-    print(
-        f"{len(prompt)} tokens: max |dlogit| prefill {differences[0]:.2e}, decode {differences[1:].max():.2e}"
-    )
+    print(f"{len(prompt)} tokens: max |dlogit| prefill {differences[0]:.2e}, decode {differences[1:].max():.2e}")
     assert differences.max() <= MOST_LOGIT_DIFFERENCE
 
 
@@ -154,9 +152,7 @@ def test_llama_3_rotary_positions_are_the_plain_ones_divided_by_their_factors() 
     plain = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
     factors = plain / model.model.rotary_emb.inv_freq.numpy()
     assert len({round(float(factor), 3) for factor in factors}) > 2  # kept, in between, and stretched in full
-    stretched = dataclasses.replace(
-        weights, config=dataclasses.replace(c, rope_factors=tuple(factors.tolist()))
-    )
+    stretched = dataclasses.replace(weights, config=dataclasses.replace(c, rope_factors=tuple(factors.tolist())))
     prompt = [int(token) for token in np.random.default_rng(6).integers(0, c.vocab, 150)]
     tokens, logits = numpy_run(stretched, prompt)
     expected_tokens, expected_logits = transformers_run(model, prompt)

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # the schedulers are modules of their own: child processes import them
+sys.path.insert(0, str(Path(__file__).parent))  # the schedulers are modules of their own: child processes import them
 
 from sglang_scheduler import World
 

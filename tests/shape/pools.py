@@ -98,9 +98,7 @@ class Pool:
     def guards_intact(self) -> bool:
         return bool((self.cells[[0, -1]] == FREE).all())
 
-    def _where(
-        self, pages: Sequence[int], first_token: int, lo: int, hi: int
-    ) -> tuple[npt.NDArray[np.int64], ...]:
+    def _where(self, pages: Sequence[int], first_token: int, lo: int, hi: int) -> tuple[npt.NDArray[np.int64], ...]:
         tokens = np.arange(lo, hi)
         index = tokens // PAGE_TOKENS - first_token // PAGE_TOKENS
         return np.array(pages, np.int64)[index], tokens % PAGE_TOKENS

@@ -212,12 +212,7 @@ class SchedulerRank:
     # -- for tests, from their thread
 
     def where(self, room: int) -> str:
-        names = [
-            name
-            for name, queue in self.queues.items()
-            for e in list(queue.values())
-            if e.request.room == room
-        ]
+        names = [name for name, queue in self.queues.items() for e in list(queue.values()) if e.request.room == room]
         return names[0] if names else ""
 
     def outcome(self, room: int, nth: int = 0) -> Outcome | None:
@@ -233,9 +228,7 @@ class Fleet:
         self.group, self.ranks = group, list(ranks)
         self.errors: list[BaseException] = []
         self._inbox: deque[Command] = deque()
-        self._threads = [
-            threading.Thread(target=self._main, args=(rank,), name=f"rank{rank.rank}") for rank in ranks
-        ]
+        self._threads = [threading.Thread(target=self._main, args=(rank,), name=f"rank{rank.rank}") for rank in ranks]
         for thread in self._threads:
             thread.start()
 

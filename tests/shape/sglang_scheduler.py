@@ -241,18 +241,12 @@ class World:
         self.decode_pools = [make_pool(decode_order, tp, decode_tp) for tp in range(decode_tp)]
         sizes = Rank(1, 1, 1, prefill_tp)
         self.prefill_managers = [
-            KVManager(
-                pool.args(), "prefill", environ={}, bootstrap_addr=bootstrap_addr, sizes=sizes, **SETTINGS
-            )
+            KVManager(pool.args(), "prefill", environ={}, bootstrap_addr=bootstrap_addr, sizes=sizes, **SETTINGS)
             for pool in self.prefill_pools
         ]
-        self.decode_managers = [
-            KVManager(pool.args(), "decode", environ={}, **SETTINGS) for pool in self.decode_pools
-        ]
+        self.decode_managers = [KVManager(pool.args(), "decode", environ={}, **SETTINGS) for pool in self.decode_pools]
 
-        def fleet(
-            make: Callable[..., SchedulerRank], managers: Sequence[KVManager], pools: Sequence[Pool]
-        ) -> Fleet:
+        def fleet(make: Callable[..., SchedulerRank], managers: Sequence[KVManager], pools: Sequence[Pool]) -> Fleet:
             group = RankGroup(len(pools))
             pairs = enumerate(zip(managers, pools, strict=True))
             return Fleet(group, [make(mgr, pool, group, rank, bootstrap_addr) for rank, (mgr, pool) in pairs])
@@ -277,9 +271,7 @@ class World:
         while not condition():
             for error in self.prefill.errors + self.decode.errors:
                 raise error
-            assert time.monotonic() < deadline, (
-                f"not within {limit_s} s: {what}; {self.prefill_log} {self.decode_log}"
-            )
+            assert time.monotonic() < deadline, f"not within {limit_s} s: {what}; {self.prefill_log} {self.decode_log}"
             time.sleep(0.002)
 
     def wait_ended(self, *rooms: int, nth: int = 0) -> None:

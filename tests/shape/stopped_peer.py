@@ -46,9 +46,7 @@ class StoppablePeer:
         """Until the peer's receivers wait for our pages, and our receivers may name theirs."""
         peers = [_pipe(self.process.stdout).readline().strip()]
         self.senders = [KVSender(self.prefill, None, CLAIMS_FROM + i) for i in range(self.count)]
-        self.receivers = [
-            KVReceiver(self.decode, None, OFFERS_FROM + i, peers=peers) for i in range(self.count)
-        ]
+        self.receivers = [KVReceiver(self.decode, None, OFFERS_FROM + i, peers=peers) for i in range(self.count)]
         for receiver in self.receivers:
             receiver.init(0)
         deadline = time.monotonic() + 20

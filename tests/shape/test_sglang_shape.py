@@ -33,9 +33,7 @@ def test_eight_requests_at_once_get_their_own_bytes_and_metadata_rows(
     make_world: MakeWorld, prefill_tp: int, decode_tp: int, order: str
 ) -> None:
     world = make_world(prefill_tp=prefill_tp, decode_tp=decode_tp, decode_order=order)
-    requests = [
-        make_request(100 + i, 9 + 11 * i, decode_prefix=16 * (i % 3) if i > 3 else 0) for i in range(8)
-    ]
+    requests = [make_request(100 + i, 9 + 11 * i, decode_prefix=16 * (i % 3) if i > 3 else 0) for i in range(8)]
     world.submit(*requests)
     world.check_success(*requests)
 
@@ -170,7 +168,9 @@ def test_a_decode_side_that_comes_after_the_abort_hears_its_reason(make_world: M
     assert "the client of room 8 went away" in outcome.text
 
 
-def test_a_prefill_side_that_comes_after_the_abort_ends_without_a_claim(make_world: MakeWorld) -> None:
+def test_a_prefill_side_that_comes_after_the_abort_ends_for_want_of_a_claim_or_with_the_reason(
+    make_world: MakeWorld,
+) -> None:
     world, request = make_world(options=EARLY), make_request(9, 45)
     world.decode.tell("add", request)
     world.wait(lambda: world.decode.where(9) == "prealloc", "the receiver")
@@ -181,7 +181,9 @@ def test_a_prefill_side_that_comes_after_the_abort_ends_without_a_claim(make_wor
     world.wait_released(9)
     outcome = world.prefill.outcome(9)
     assert outcome is not None
-    assert (outcome.queue, outcome.text.split(":")[1].strip()) == ("inflight", "no_claim")
+    # the close of the claim may come before the offer (then nobody comes), or after it (then it names the reason)
+    assert outcome.queue in {"inflight", "bootstrap"}
+    assert outcome.text.split(":")[1].strip() in {"no_claim", "aborted"}
 
 
 def test_a_room_number_in_use_is_refused_and_the_first_request_goes_on(make_world: MakeWorld) -> None:
@@ -266,10 +268,6 @@ def test_no_call_of_a_scheduler_waits_for_a_stopped_peer(nothing_left_behind: No
         took = np.array([peer.timed_calls(room) for room in range(rounds * rooms)]) * 1e3
     each_ms = np.quantile(took.reshape(rounds, -1), (0.5, 0.99, 1.0), axis=1).T
     for p50, p99, longest in each_ms:
-        print(
-            f"{took.size // rounds} calls, peer stopped: p50 {p50:.3f} ms, p99 {p99:.3f} ms, max {longest:.3f} ms"
-        )
+        print(f"{took.size // rounds} calls, peer stopped: p50 {p50:.3f} ms, p99 {p99:.3f} ms, max {longest:.3f} ms")
     assert took.size // rounds >= 1000
-    assert (
-        each_ms[:, 1].min() < 10.0
-    )  # of the quietest round: other processes disturb some, a wait would be in all
+    assert each_ms[:, 1].min() < 10.0  # of the quietest round: other processes disturb some, a wait would be in all

@@ -84,9 +84,7 @@ def pair(engines: Pair) -> Pair:
     return engines
 
 
-def load(
-    pair: Pair, req_id: str, request: Request, params: Params, *, is_expected_to_load: bool = True
-) -> None:
+def load(pair: Pair, req_id: str, request: Request, params: Params, *, is_expected_to_load: bool = True) -> None:
     """Decode a request up to the point where its prompt's KV is there, loaded or recomputed, and look at it."""
     running = pair.decode.add(req_id, request, params)
     pair.until(lambda: running.status in {"loaded", "recomputed"}, pair.decode)

@@ -100,9 +100,7 @@ class SchedulerHalf:
         for req_id in output.sent:
             del self._sent_blocks[req_id]
 
-    def request_finished_all_groups(
-        self, running: Running, aborted: bool = False
-    ) -> tuple[bool, Params | None]:
+    def request_finished_all_groups(self, running: Running, aborted: bool = False) -> tuple[bool, Params | None]:
         """Whether the blocks have to stay, and what the decode side is to be told."""
         req_id, params = running.req_id, running.params
         if aborted:
@@ -177,9 +175,7 @@ class Engine:
             forwards.append(Forward(running.request, running.groups, running.computed, end))
             running.computed = end
         reused = {block for running in batch for block in self._blocks(running)}
-        output = SchedulerOutput(
-            forwards, [block for block in self._freed if block not in reused], self._finished
-        )
+        output = SchedulerOutput(forwards, [block for block in self._freed if block not in reused], self._finished)
         self._freed, self._finished = [], set()
         meta = self.connector.build_connector_meta(output, [running.req_id for running in batch])
         found = self.call("execute_model", output, meta)

@@ -150,9 +150,7 @@ class WorkerHalf:
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Requests whose blocks are free to use again; a sender's only once the scheduler is done with it."""
         self._finished |= finished_req_ids
-        sent = {
-            req_id for req_id, sender in self.senders.items() if req_id in self._finished and _is_over(sender)
-        }
+        sent = {req_id for req_id, sender in self.senders.items() if req_id in self._finished and _is_over(sender)}
         received = {req_id for req_id, receiver in self.receivers.items() if _is_over(receiver)}
         self._finished -= sent
         for req_id in sent:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 from kvferry.bootstrap import BootstrapClient, Topology
 from kvferry.errors import BootstrapError
+
+PUBLISH_S = 2.0
+"""How long a room may be unknown at the server: prefill may publish its DP rank a little after decode asks."""
 
 
 def find_ranks(address: str, room: int, dp_rank: int | None, secret: str | None) -> Topology:
@@ -28,7 +33,9 @@ def find_ranks(address: str, room: int, dp_rank: int | None, secret: str | None)
 
 
 def _dp_of(client: BootstrapClient, address: str, room: int) -> int:
-    found = client.query_rooms([room])
+    deadline = time.monotonic() + PUBLISH_S
+    while room not in (found := client.query_rooms([room])) and time.monotonic() < deadline:
+        time.sleep(0.1)
     if room not in found:
         raise BootstrapError(
             f"bootstrap server {address} does not know the DP rank of room {room}",

@@ -85,12 +85,8 @@ class Metrics:
         self.registry = own = CollectorRegistry()
         prefix = "kvferry_bootstrap"
         self.ranks = Gauge(f"{prefix}_ranks", "Prefill ranks that are registered.", registry=own)
-        self.expected = Gauge(
-            f"{prefix}_ranks_expected", "Ranks of the prefill grid; 0 while unknown.", registry=own
-        )
-        self.registrations = Counter(
-            f"{prefix}_registrations", "Registrations by outcome.", ["outcome"], registry=own
-        )
+        self.expected = Gauge(f"{prefix}_ranks_expected", "Ranks of the prefill grid; 0 while unknown.", registry=own)
+        self.registrations = Counter(f"{prefix}_registrations", "Registrations by outcome.", ["outcome"], registry=own)
         self.lookups = Counter(f"{prefix}_lookups", "Topologies handed out.", registry=own)
         self.rooms = Counter(
             f"{prefix}_room_queries",
@@ -234,9 +230,7 @@ class BootstrapApp:
                 hint="send it at once",
             ) from None
         except ClientDisconnect:  # nobody reads the answer
-            raise RefusedError(
-                "the client went away before the body was complete", code="bad_request"
-            ) from None
+            raise RefusedError("the client went away before the body was complete", code="bad_request") from None
 
     async def _collect(self, request: Request) -> bytes:
         body = bytearray()
@@ -289,7 +283,5 @@ def _parse_dp(text: str | None) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise RefusedError(
-            f"dp={text[:40]!r} is not a DP rank", code="bad_request", hint="leave dp out to ask for all"
-        )
+        raise RefusedError(f"dp={text[:40]!r} is not a DP rank", code="bad_request", hint="leave dp out to ask for all")
     return int(text)

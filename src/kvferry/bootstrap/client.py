@@ -175,9 +175,7 @@ class _Connection(http.client.HTTPConnection):
     def connect(self) -> None:
         """Connect to the first of the host's addresses that takes the connection."""
         failure: OSError | None = None
-        for family, kind, proto, _, address in socket.getaddrinfo(
-            self.host, self.port, type=socket.SOCK_STREAM
-        ):
+        for family, kind, proto, _, address in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
             sock = _DeadlineSocket(family, kind, proto)
             sock.deadline_s = self._deadline_s
             try:

@@ -157,9 +157,7 @@ def _config(app: BootstrapApp) -> uvicorn.Config:
 
 def _bind(host: str, port: int, may_be_public: bool) -> socket.socket:
     if not 0 <= port < 65536:
-        raise AddressError(
-            f"bootstrap server: port {port} is not within 0 and 65535", hint="0 picks a free one"
-        )
+        raise AddressError(f"bootstrap server: port {port} is not within 0 and 65535", hint="0 picks a free one")
     where = join_address(host, port)
     failures: list[OSError] = []
     for family, address in _resolve(host, port):

@@ -26,9 +26,7 @@ def require_worker_env() -> None:
     Raises:
         ConfigError: a variable is missing or differs.
     """
-    wrong = {
-        name: os.environ.get(name) for name, value in WORKER_ENV.items() if os.environ.get(name) != value
-    }
+    wrong = {name: os.environ.get(name) for name, value in WORKER_ENV.items() if os.environ.get(name) != value}
     if wrong:
         raise ConfigError(
             f"a worker's arithmetic runs on one BLAS thread, but its environment has {wrong}",
@@ -42,9 +40,7 @@ def blas_fingerprint() -> str:
     Two workers with equal fingerprints run the same kernels. With different ones the last bits of their
     logits differ, and only their tokens can be compared.
     """
-    values = (np.arange(576 * 192, dtype=np.int64) * 40503 % 65521).astype(np.float32) / 65521 - np.float32(
-        0.5
-    )
+    values = (np.arange(576 * 192, dtype=np.int64) * 40503 % 65521).astype(np.float32) / 65521 - np.float32(0.5)
     matrix = values.reshape(192, 576)
     results = [matrix @ matrix.T, matrix[:3] @ matrix.T, matrix[0] @ matrix.T, np.exp(values), values.sum()]
     digest = hashlib.blake2b(np.__version__.encode(), digest_size=16)

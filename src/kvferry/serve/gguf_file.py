@@ -111,9 +111,7 @@ def _bounded_reader(path: Path) -> GGUFReader:
         """Believes no array length beyond that of any vocabulary: a damaged one would fill the memory."""
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            is_array = int(raw_type) == int(
-                GGUFValueType.ARRAY
-            )  # as numpy's number it takes seconds to compare
+            is_array = int(raw_type) == int(GGUFValueType.ARRAY)  # as numpy's number it takes seconds to compare
             if is_array and (length := self._get(orig_offs + 4, np.uint64)[0]) > _MOST_VALUES:
                 raise ValueError(f"an array of {length} values")
             return super()._get_field_parts(orig_offs, raw_type)

@@ -91,9 +91,7 @@ def _bpe(keys: Metadata) -> tokenizers.Tokenizer:
     try:
         from tokenizers import Tokenizer, decoders, models
     except ImportError as error:
-        raise ConfigError(
-            "the package tokenizers is not installed", hint="pip install 'kvferry[demo]'"
-        ) from error
+        raise ConfigError("the package tokenizers is not installed", hint="pip install 'kvferry[demo]'") from error
     model, rule = keys.entries.get("tokenizer.ggml.model"), keys.entries.get("tokenizer.ggml.pre")
     if model != "gpt2":
         raise ConfigError(f"{keys.path}: tokenizer {model!r}; 'gpt2' (byte-level BPE) is supported")
@@ -104,9 +102,7 @@ def _bpe(keys: Metadata) -> tokenizers.Tokenizer:
         pairs = [tuple(merge.split(" ", 1)) for merge in merges]
         bpe = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=rule == _LLAMA3))
     except Exception as error:  # tokenizers has no class of its own for a merge that is not in the vocabulary
-        raise ConfigError(
-            f"{keys.path}: vocabulary and merges do not fit together: {str(error)[:100]!r}"
-        ) from error
+        raise ConfigError(f"{keys.path}: vocabulary and merges do not fit together: {str(error)[:100]!r}") from error
     bpe.pre_tokenizer = _pre_tokenizer(keys.path, rule)
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL])
@@ -123,9 +119,7 @@ def _pre_tokenizer(path: Path, rule: object) -> PreTokenizer:
     if rule == "smollm":
         return Sequence([Digits(individual_digits=True), words])
     if rule == _LLAMA3:
-        return Sequence(
-            [Split(Regex(_LLAMA3_WORDS), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
+        return Sequence([Split(Regex(_LLAMA3_WORDS), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
     raise ConfigError(
         f"{path}: tokenizer splits text by the rule {rule!r}; 'smollm', 'gpt-2' and 'llama-bpe' are supported"
     )

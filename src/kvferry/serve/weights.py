@@ -278,9 +278,7 @@ def _tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes["output.weight"] = (config.vocab, hidden)
     if config.rope_factors:
         shapes["rope_freqs.weight"] = (config.head_dim // 2,)
-    return shapes | {
-        f"blk.{i}.{name}.weight": shape for i in range(config.layers) for name, shape in block.items()
-    }
+    return shapes | {f"blk.{i}.{name}.weight": shape for i in range(config.layers) for name, shape in block.items()}
 
 
 def _shapes(config: ModelConfig) -> Iterator[Shape]:

@@ -121,7 +121,9 @@ def run_prefill(worker: Worker, request: Request) -> None:
     if sender.wait(WAIT_S) is not KVPoll.Success:
         sender.failure_exception()
     metric = sender.get_transfer_metric()
-    events.write("handed over", sent_s=sent.at_s, kv_bytes=metric.transfer_total_bytes, **_memcpy(worker, pages[:filled]))
+    events.write(
+        "handed over", sent_s=sent.at_s, kv_bytes=metric.transfer_total_bytes, **_memcpy(worker, pages[:filled])
+    )
     worker.digests(pages, request.num_tokens)
     worker.decode(pages, first_token, request)
 

@@ -90,9 +90,7 @@ def test_twenty_servers_at_once_get_twenty_ports():
         servers = list(pool.map(lambda _: BootstrapServer(port=0), range(20)))
         try:
             assert len({running.port for running in servers}) == 20
-            seen = list(
-                pool.map(lambda running: BootstrapClient(running.url, timeout_s=10).health(), servers)
-            )
+            seen = list(pool.map(lambda running: BootstrapClient(running.url, timeout_s=10).health(), servers))
             assert [health.instance for health in seen] == [running.instance for running in servers]
         finally:
             list(pool.map(lambda running: running.close(), servers))
@@ -262,18 +260,14 @@ def test_it_is_quiet_and_leaves_other_uvicorns_alone(caplog):
 
 def test_a_program_that_forgets_to_close_ends_anyway():
     program = "from kvferry.bootstrap import BootstrapServer; print(BootstrapServer(port=0).port)"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
-    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
     assert int(ended.stdout) > 0
 
 
 def test_many_clients_at_once_keep_one_holder_per_rank():
     sizes = Rank(1, 1, 1, 4)
     entries = [
-        RankEntry(Rank(tp=tp), sizes, f"tcp://10.0.0.{who}:7000", "d", who, 0)
-        for tp in range(4)
-        for who in (1, 2, 3)
+        RankEntry(Rank(tp=tp), sizes, f"tcp://10.0.0.{who}:7000", "d", who, 0) for tp in range(4) for who in (1, 2, 3)
     ]
     with BootstrapServer(port=0) as running:
         client = BootstrapClient(running.url, timeout_s=20)
@@ -289,7 +283,5 @@ def test_many_clients_at_once_keep_one_holder_per_rank():
         assert sorted(outcomes) == ["added"] * 4 + ["conflict"] * 8
         topology = client.topology()
         assert topology.complete
-        winners = {
-            entry.rank: entry for entry, said in zip(entries, outcomes, strict=True) if said == "added"
-        }
+        winners = {entry.rank: entry for entry, said in zip(entries, outcomes, strict=True) if said == "added"}
         assert {entry.rank: entry for entry in topology.entries} == winners

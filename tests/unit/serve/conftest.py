@@ -129,9 +129,7 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarr
 def tiny_gguf(tmp_path: Path, tiny_weights: Weights, cache_home: Path) -> Callable[..., Path]:
     """Write the tiny model; a value of None leaves a key or tensor out. It is cached under `cache_home`."""
 
-    def write(
-        metadata: Mapping[str, Any] = EMPTY, tensors: Mapping[str, Any] = EMPTY, arch: str = "llama"
-    ) -> Path:
+    def write(metadata: Mapping[str, Any] = EMPTY, tensors: Mapping[str, Any] = EMPTY, arch: str = "llama") -> Path:
         keys = {key: value for key, value in {**METADATA, **metadata}.items() if value is not None}
         all_tensors = {**gguf_tensors(tiny_weights), **tensors}
         kept = {name: values for name, values in all_tensors.items() if values is not None}

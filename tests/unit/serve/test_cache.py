@@ -171,9 +171,7 @@ def test_memory_that_can_not_hold_the_cache_is_refused(memory, says):
         PagedCache(range(1), range(1), 8, 2, memory=memory)
 
 
-@pytest.mark.parametrize(
-    "change", [{"num_pages": 0}, {"head_dim": 0}, {"layers": range(0)}, {"heads": range(0, 4, 2)}]
-)
+@pytest.mark.parametrize("change", [{"num_pages": 0}, {"head_dim": 0}, {"layers": range(0)}, {"heads": range(0, 4, 2)}])
 def test_impossible_sizes_are_refused(change):
     sizes = {"layers": range(1), "heads": range(1), "head_dim": 4, "num_pages": 2} | change
     with pytest.raises(InputError, match="every size must be positive"):

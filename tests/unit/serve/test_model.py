@@ -56,9 +56,7 @@ def test_logits_equal_a_naive_implementation_without_pages(tiny_model, tiny_weig
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_stretched_rotary_positions_of_a_file_are_computed(
-    tiny_gguf, tiny_model, tiny_weights, new_cache, tokens
-):
+def test_stretched_rotary_positions_of_a_file_are_computed(tiny_gguf, tiny_model, tiny_weights, new_cache, tokens):
     factors = np.array([1, 1.5, 4, 32], np.float32)
     stretched = Model(load(tiny_gguf(tensors={"rope_freqs.weight": factors})))
     assert stretched.config.rope_factors == (1, 1.5, 4, 32)

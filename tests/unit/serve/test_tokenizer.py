@@ -38,10 +38,7 @@ def test_a_beginning_token_is_added_where_the_file_says_so(tiny_gguf):
 def test_a_chatml_template_gives_turns(tiny_gguf):
     tokenizer = load_tokenizer(tiny_gguf({"tokenizer.chat_template": CHATML}))
     text = tokenizer.chat_text([("user", "abc"), ("assistant", "ab")])
-    assert (
-        text
-        == "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\nab<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text == "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\nab<|im_end|>\n<|im_start|>assistant\n"
 
 
 LLAMA3 = {

@@ -60,9 +60,7 @@ def test_the_second_load_maps_the_first_ones_file(tiny_gguf, cache_home, cached_
     assert [f.suffix for f in sorted((cache_home / "kvferry").iterdir())] == [".f32", ".lock"]
 
 
-def test_a_worker_that_waited_maps_what_the_other_has_written(
-    tiny_gguf, cached_file, monkeypatch, only_the_cache
-):
+def test_a_worker_that_waited_maps_what_the_other_has_written(tiny_gguf, cached_file, monkeypatch, only_the_cache):
     path = tiny_gguf()
     first = load(path)
     file = cached_file()
@@ -72,9 +70,7 @@ def test_a_worker_that_waited_maps_what_the_other_has_written(
     assert_equal_weights(load(path), first)
 
 
-def test_a_cache_file_that_is_gone_at_once_is_not_waited_for(
-    tiny_gguf, tiny_weights, cache_home, monkeypatch, caplog
-):
+def test_a_cache_file_that_is_gone_at_once_is_not_waited_for(tiny_gguf, tiny_weights, cache_home, monkeypatch, caplog):
     monkeypatch.setattr(weights_cache.os, "replace", lambda new, _old: os.unlink(new))
     np.testing.assert_array_equal(load(tiny_gguf()).norm, tiny_weights.norm)
     assert "was changed while it was written" in caplog.text
