@@ -15,6 +15,7 @@ test: $(VENV)/.dev-installed
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff format --check src tests tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_sizes.py src tests tools
