@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -55,3 +57,9 @@ def test_the_search_for_such_modules_finds_them(text):
 
 def test_the_whole_package_is_searched():
     assert {"proto", "wire", "node", "engines", "api", "bootstrap"} <= {path.parent.name for path in FILES}
+
+
+def test_a_worker_imports_neither_a_web_server_nor_torch_nor_the_model():
+    code = "import sys, kvferry; print(*[m for m in ('uvicorn', 'starlette', 'torch', 'gguf', 'rich') if m in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ended.stdout.strip() == ""

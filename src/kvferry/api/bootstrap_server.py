@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from kvferry.api.base import BaseKVBootstrapServer
-from kvferry.bootstrap import DEFAULT_PORT, DEFAULT_TTL_S, BootstrapServer
+from kvferry.bootstrap import DEFAULT_PORT, DEFAULT_TTL_S
 
 
 class KVBootstrapServer(BaseKVBootstrapServer):
@@ -39,6 +39,8 @@ class KVBootstrapServer(BaseKVBootstrapServer):
             AddressError: it can't be bound.
             ConfigError: a non-loopback address without secret and without `insecure`.
         """
+        from kvferry.bootstrap import BootstrapServer  # the web server: workers do without it
+
         secret = secret or os.environ.get("KVFERRY_SECRET") or None
         self._server = BootstrapServer(host, port, token=secret, insecure=insecure, ttl_s=ttl_s)
         self.port = self._server.port

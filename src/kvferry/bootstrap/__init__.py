@@ -1,4 +1,11 @@
-"""The bootstrap registry: prefill ranks register, decode ranks look the topology up."""
+"""The bootstrap registry: prefill ranks register, decode ranks look the topology up.
+
+The server is imported when it is first used: workers need no web server.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from kvferry.bootstrap.address import DEFAULT_PORT, join_address, parse_address
 from kvferry.bootstrap.client import BootstrapClient
@@ -15,7 +22,9 @@ from kvferry.bootstrap.records import (
     renew_due,
 )
 from kvferry.bootstrap.registry import Registry
-from kvferry.bootstrap.server import BootstrapServer
+
+if TYPE_CHECKING:
+    from kvferry.bootstrap.server import BootstrapServer
 
 __all__ = [
     "DEFAULT_PORT",
@@ -35,3 +44,11 @@ __all__ = [
     "parse_address",
     "renew_due",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BootstrapServer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvferry.bootstrap.server import BootstrapServer
+
+    return BootstrapServer
