@@ -25,11 +25,6 @@ def low_claim(book: Book, peer: Peer) -> int:
     return min([book.next_claim, *peer.claims, *looking])
 
 
-def remembered(book: Book, peer: Peer) -> int:
-    """How many of the peer's claims are remembered here."""
-    return sum(link.peer == peer.id for link in book.links.values())
-
-
 def quiet_below(book: Book, peer: Peer) -> int:
     """Nothing of this process's writes over links of the peer's process with a lower epoch can land any more."""
     busy = [link.peer.epoch for link in book.jobs.values() if link.peer.incarnation == peer.id.incarnation]
@@ -54,12 +49,13 @@ def forget_links(book: Book, peer: Peer) -> None:
         if lost or over:
             unpark(book, link)
             del book.links[key]
+            peer.links -= 1
 
 
 def forget_peer(book: Book, peer: Peer) -> None:
     """Forget a lost peer that nothing refers to."""
     gone = peer.state in {PeerState.LOST, PeerState.GONE}
-    if gone and not peer.claims and not remembered(book, peer):
+    if gone and not peer.claims and not peer.links:
         del book.peers[peer.id]
 
 

@@ -25,7 +25,11 @@ def hear(book: Book, record: Peer, info: TransferInfo) -> None:
     if link is None:
         if info.phase is InfoPhase.CLOSED and not rules.REMEMBER_CLOSED:
             return
+        if record.links >= rules.LINKS_PER_PEER:
+            book.counts["over the limit"] += 1
+            return
         link = book.links[key] = Link(book, record.id, info)
+        record.links += 1
     if info.room != link.info.room:
         book.counts["foreign"] += 1
         return

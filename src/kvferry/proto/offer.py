@@ -56,6 +56,7 @@ class Link:
         self.publish()
         if not rules.REMEMBER_REFUSED:
             del self.book.links[self.peer, self.info.claim]
+            self.book.peers[self.peer].links -= 1
 
     def publish(self) -> None:
         """The status that the claim sees has changed."""

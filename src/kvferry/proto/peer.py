@@ -22,6 +22,7 @@ class Peer:
         state: READY once both sides have registered; rules.PEER is the table.
         size: the route from here to the peer, as far as the protocol needs it.
         claims: numbers of this side's claims that have a view of the peer.
+        links: how many of the peer's claims are remembered.
         parked: how many of the peer's claims wait for an offer.
         low_claim: the peer's claims below this number are over.
     """
@@ -31,6 +32,7 @@ class Peer:
         self.state = PeerState.SHAKING
         self.size = size
         self.claims: set[int] = set()
+        self.links = 0
         self.parked = 0
         self.low_claim = 0
         self.live_there = 0
@@ -60,7 +62,7 @@ class Peer:
         """The tick that is due now, if any."""
         if self.state is not PeerState.READY or now < self._tick_at:
             return None
-        low, live = forgetting.low_claim(book, self), forgetting.remembered(book, self)
+        low, live = forgetting.low_claim(book, self), self.links
         wants = self.live_there > 0 or forgetting.unproven_before(book, self)
         if not (wants or self._owed or low != self._low_sent or live != self._live_sent):
             return None

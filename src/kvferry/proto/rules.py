@@ -201,6 +201,9 @@ PRUNE_UNACKED = False
 JOBS_PER_LINK = 2
 """Chunks of one link that may be with the mover at once: bounds what an abort has to wait for."""
 
+LINKS_PER_PEER = 1 << 16
+"""Claims of one peer that are remembered at once, refused and closed ones included; more are not heard."""
+
 PARKED_PER_PEER = 4096
 """Claims of one peer that may wait for their offer."""
 

@@ -82,6 +82,19 @@ def test_parked_claims_are_bounded_per_peer_and_make_room_when_they_are_gone(net
         assert decode.claimed(claim).reason is None
 
 
+def test_remembered_claims_are_bounded_per_peer_and_make_room_when_they_are_over(net, prefill, decode, monkeypatch):
+    monkeypatch.setattr(rules, "LINKS_PER_PEER", 2)
+    claims = [decode.open_claim([prefill], room=room) for room in (1, 2, 3)]
+    net.deliver()
+    assert sorted(prefill.book.parked) == [1, 2]
+    assert prefill.book.counts["over the limit"] == 1
+    for claim in claims[:2]:
+        decode.abort(Kind.CLAIM, claim)
+        decode.clear(Kind.CLAIM, claim)
+    net.wait(5.0)
+    assert sorted(prefill.book.parked) == [3]
+
+
 def test_two_claims_can_wait_for_one_room(net, prefill, decode):
     other = net.end("decode", 2002)
     net.join(prefill, other)
