@@ -57,15 +57,22 @@ class Control:
         self.running = True
         self.ended: Reason | None = None
         self.beat = time.monotonic()
+        self._sleeping = False
         self._next_tick = 0.0
         self.thread = threading.Thread(target=self._main, name="kvferry-control", daemon=True)
 
     # -- any thread
 
     def call(self, action: Callable[[], None]) -> None:
-        """Have the control thread do something soon."""
+        """Have the control thread do something soon.
+
+        Only a sleeping thread is woken: the write would hand the interpreter over to it, and the caller would get it
+        back only a switch interval (5 ms) later, if the thread is busy.
+        """
         self.calls.append(action)
-        self.links.wake()
+        if self._sleeping:
+            self._sleeping = False
+            self.links.wake()
 
     def run(self, action: Callable[[], None]) -> None:
         """Have the control thread do something, and wait for it; not for schedulers' calls."""
@@ -102,9 +109,12 @@ class Control:
             view.update(KVPoll.Failed, reason, foreign=False, bytes_landed=view.bytes_landed)
 
     def _step(self) -> None:
+        self._sleeping = True  # before the queue is looked at: who adds to it from here on wakes us
         for received in self.links.poll(self._timeout()):
+            self._sleeping = False
             self.board.received(received)
             self.perform()
+        self._sleeping = False
         while self.calls:
             self.calls.popleft()()
         if self.waiting_after:
