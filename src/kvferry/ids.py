@@ -60,3 +60,6 @@ class KVPoll(enum.IntEnum):
     WaitingForInput = 2
     Transferring = 3
     Success = 4
+
+    def __str__(self) -> str:
+        return self.name

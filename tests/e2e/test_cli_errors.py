@@ -38,19 +38,28 @@ def own_signals():
 COMMANDS = {
     "an unknown command": ("nonsense", 'Unknown command "nonsense".*demo, bootstrap, simulate'),
     "an unknown option": ("demo --enginee local", "Unknown option: --enginee. Did you mean --engine"),
-    "one word too many": ("demo now", r"Unused Tokens: \['now'\]"),
+    "one word too many": ("demo now", r"unexpected argument 'now' \(only options are taken"),
+    "two words too many": ("demo right now", "unexpected arguments 'right', 'now'"),
     "an option without its value": ("demo --engine", "--engine"),
-    "an unknown engine": ("demo --engine locl", "no engine is called 'locl' .*did you mean 'local'"),
+    "an unknown engine": ("demo --engine locl", "'locl' .did you mean 'local'. known: local.*; planned: mooncake, m"),
     "an engine of a later version": ("demo --engine nixl", "no adapter for 'nixl' yet .available: .*local"),
+    "the same in capitals": ("demo --engine NIXL", "no adapter for 'nixl' yet .available: .*local"),
     "an empty prompt": ("demo --prompt=", "the prompt is empty"),
     "a blank prompt": ("demo --prompt=\t\t", "the prompt is empty"),
-    "a prompt that is too long": (f"demo --prompt={'word' * 40000}", r"the prompt has \d+ tokens, at most 7000 fit"),
+    "a prompt that is too long": (
+        f"demo --prompt={'word' * 40000}",
+        r"takes at most 7000 prompt tokens .shorten it.\n",
+    ),
+    "a prompt that leaves no room": (
+        "demo --max-new-tokens 8000",
+        r"at most 192 fit into .* context of 8192.*lower --max-new-tokens",
+    ),
     "two prompts": ("demo --prompt a --file b", "--prompt and --file were both given"),
-    "a file that is not there": ("demo --file {files}/none.txt", "none.txt: .*No such file"),
+    "a file that is not there": ("demo --file {files}/none.txt", "none.txt: No such file or directory\n"),
     "a folder as a file": ("demo --file {files}", "Is a directory"),
-    "a file that is no text": ("demo --file {files}/binary.txt", "binary.txt: 'utf-8' codec"),
+    "a file that is no text": ("demo --file {files}/binary.txt", "binary.txt is not UTF-8 text"),
     "a model that is not there": ("demo --model {files}/none.gguf", "none.gguf.*(no|not|does not)"),
-    "a folder as a model": ("demo --model {files}", "{files}"),
+    "a folder as a model": ("demo --model {files}", "model {files} is a directory"),
     "a foreign model file": ("demo --model {files}/random.gguf", "random.gguf.*GGUF"),
     "an empty model file": ("demo --model {files}/empty.gguf", "empty.gguf.*GGUF"),
     "a model file that is cut off": ("demo --model {files}/short.gguf", "short.gguf.*GGUF"),
@@ -119,3 +128,14 @@ def test_what_a_worker_finds_wrong_comes_out_as_its_one_line():
     assert (ended.returncode, ended.stdout) == (2, "")
     is_one_clear_line(ended.stderr.splitlines(keepends=True)[-1], "worker: option 'mechanism' .* is 'udp' .one of auto")
     assert "Traceback" not in ended.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        ended = subprocess.run(
+            [sys.executable, "-m", "kvferry", "simulate", "--rooms", "1"], stdout=closed, stderr=subprocess.PIPE,
+            text=True, timeout=30, check=False,
+        )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")

@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 
@@ -29,6 +32,10 @@ def test_the_decode_process_goes_on_from_the_same_bytes(options):
     assert found["kv_bytes"] % 23_040 == 0
     assert found["kv_bytes"] > 300 * 23_040
     assert found["text"].strip()
+    stages = ended.stderr.splitlines()
+    assert any(line.startswith("prefill: computing ") for line in stages)
+    assert "decode: waiting for the pages" in stages
+    assert {"prefill: done", "decode: done"} <= set(stages)
 
 
 def test_a_short_prompt_and_the_summary():
@@ -37,3 +44,23 @@ def test_a_short_prompt_and_the_summary():
     assert "equal to the last bit" in ended.stdout
     assert "of a memcpy" in ended.stdout
     assert "Paris" in ended.stdout
+
+
+@pytest.mark.parametrize("stage", ["loading the model", "computing"])
+def test_an_interrupt_ends_everything_at_once(stage):
+    running = subprocess.Popen(
+        [sys.executable, "-m", "kvferry", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    with running:
+        said = next(line for line in running.stderr if stage in line)
+        workers = psutil.Process(running.pid).children(recursive=True)
+        begun_s = time.monotonic()
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does at Ctrl-C
+        out, err = running.communicate(timeout=30)
+    assert said.startswith(("prefill: ", "decode: "))
+    assert (running.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    assert len(workers) == 2
+    assert not any(worker.is_running() for worker in workers)
+    assert time.monotonic() - begun_s < 10

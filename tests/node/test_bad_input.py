@@ -119,7 +119,7 @@ def test_the_two_sides_differ_in_the_number_of_pages(make, kit, more):
     sender.init(len(pages), num_tokens=16 * len(pages))
     sender.send(pages)
     assert receiver.wait(3) is KVPoll.Failed
-    assert f"expects 64 tokens, the offer holds {64 + 16 * more}" in str(receiver.failure())
+    assert f"expects 64 tokens, prefill holds {64 + 16 * more}" in str(receiver.failure())
     assert (decode.pool == kit.SENTINEL).all()
 
 

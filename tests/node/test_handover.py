@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kvferry import KVPoll, KVSender, KVTransferError
+from kvferry import KVPoll, KVReceiver, KVSender, KVTransferError
+from kvferry.errors import InputError
 
 
 @pytest.fixture(params=["local", "faulty"])
@@ -85,3 +86,36 @@ def test_a_room_number_runs_again_after_clear(both, kit):
         assert (decode.pages([4, 5]) == rows).all()
         sender.clear()
         receiver.clear()
+
+
+def test_a_metadata_row_that_decode_waits_for_and_prefill_did_not_send_fails_the_room(both, kit):
+    prefill, decode = both
+    prefill.fill([1], seed=6)
+    decode.aux[3] = (999, 999, 999, 999)
+    receiver = kit.claim(decode, prefill, 11, [2], aux_index=3)
+    kit.offer(prefill, 11, [1], aux_index=-1)
+    assert receiver.wait(5) is KVPoll.Failed
+    assert "decode wants a metadata row, prefill sent none; pass aux_index on both sides" in str(receiver.failure())
+
+
+def test_two_rooms_can_not_fill_one_page(both, kit):
+    prefill, decode = both
+    receiver = kit.claim(decode, prefill, 12, [2, 3])
+    other = KVReceiver(decode.manager, None, 13, peers=[prefill.manager.endpoint])
+    other.init()
+    with pytest.raises(InputError, match="page 3 of space 'kv' was named for room 12"):
+        other.send_metadata([3, 4])
+    other.send_metadata([4, 5])
+    prefill.fill([1, 2], seed=7)
+    kit.offer(prefill, 12, [1, 2])
+    assert receiver.wait(5) is KVPoll.Success
+
+
+def test_the_chunks_hold_the_tokens_that_init_said(both):
+    sender = KVSender(both[0].manager, None, 14)
+    with pytest.raises(InputError, match="tokens 0 to 16 need 1 pages of 16 tokens, num_kv_indices is 2"):
+        sender.init(2, 0, num_tokens=16)
+    sender.init(2, 0, num_tokens=30)
+    sender.send([1], num_kv_tokens=16)
+    with pytest.raises(InputError, match=r"the chunks hold 32 tokens, init\(\) said 30"):
+        sender.send([2], num_kv_tokens=16)

@@ -116,7 +116,8 @@ class BaseKVSender(BaseRoom):
         """Hand over one chunk; legal before any receiver has come.
 
         Args:
-            kv_indices: page numbers, in token order.
+            kv_indices: page numbers, in token order. An error about the arguments leaves the room as it was: send
+                again, or abort.
             state_indices: with the last chunk: page (or slot, or row) numbers of the state spaces.
             num_kv_tokens: tokens that these pages hold, checked against them.
             after: the pages are read only after its query() is true.

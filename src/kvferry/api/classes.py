@@ -34,5 +34,6 @@ def get_kv_class(engine_name: str, class_type: KVClassType) -> type:
         find.load(engine_name)  # raises, naming the nearest
     found = _CLASSES[class_type]
     if class_type is KVClassType.MANAGER:
-        return type(found.__name__, (found,), {"engine_name": engine_name, "__doc__": found.__doc__})
+        own = {"engine_name": engine_name, "__doc__": found.__doc__, "__module__": found.__module__}
+        return type(found.__name__, (found,), own)
     return found

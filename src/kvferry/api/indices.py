@@ -20,7 +20,7 @@ class PageSpaces:
     def __init__(self, layout: Layout, side: str) -> None:
         self.side = side
         self.spaces = {space.name: space for space in layout.spaces}
-        self._pages = {
+        self.pages = {
             name: min((tensor.pages for tensor in layout.tensors if tensor.space == name), default=0)
             for name in self.spaces
         }
@@ -54,7 +54,7 @@ class PageSpaces:
             raise InputError(f"{where}: shape {array.shape} is not one-dimensional", hint="pass a flat list of pages")
         if array.dtype.kind not in "iu":
             raise InputError(f"{where}: dtype {array.dtype} is no integer type", hint="pass int32 or int64")
-        low, high, pages = int(array.min()), int(array.max()), self._pages.get(space, 0)
+        low, high, pages = int(array.min()), int(array.max()), self.pages.get(space, 0)
         if low < 0 or high >= pages:
             bad = low if low < 0 else high
             raise InputError(

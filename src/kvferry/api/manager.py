@@ -11,6 +11,7 @@ import msgspec
 
 from kvferry import config as settings
 from kvferry.api.base import BaseKVManager
+from kvferry.api.held import HeldPages
 from kvferry.api.indices import PageSpaces
 from kvferry.api.memory import KVArgs
 from kvferry.api.registrar import Registrar
@@ -66,6 +67,7 @@ class KVManager(BaseKVManager):
         self.args = args
         layout = args.bound()
         self.spaces = PageSpaces(layout, self.side)
+        self.held = HeldPages(self.spaces.pages)
         self._rooms: dict[tuple[Kind, int], Room] = {}
         self._draining = ""
         self._sizes = sizes or Rank(*(index + 1 for index in msgspec.structs.astuple(layout.rank)))
@@ -100,6 +102,7 @@ class KVManager(BaseKVManager):
         try:
             self.node.replace_memory(layout, tuple(args.group), args.aux_buffers())
             self.args, self.spaces = args, PageSpaces(layout, self.side)
+            self.held = HeldPages(self.spaces.pages)
         finally:
             self._draining = before
 

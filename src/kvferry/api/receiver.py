@@ -18,6 +18,7 @@ from kvferry.node.claims import Target
 from kvferry.node.hosts import tcp_endpoint
 from kvferry.node.resolver import split_address
 from kvferry.proto.effects import ClaimFacts, Kind
+from kvferry.wire import unpack_pages
 
 if TYPE_CHECKING:
     from kvferry.api.facts import ReceiveFacts
@@ -118,8 +119,10 @@ class KVReceiver(Room, BaseKVReceiver):
         rows = {name: len(data) // 4 for name, data in pages.items() if name != MAIN}
         count = len(pages.get(MAIN, b"")) // 4
         tag = whole_number(tag, "tag", side, most=MAX_TAG)
-        facts = ClaimFacts(pages, spaces.page_tokens or 1, count, prefix, num_tokens, rows, tag)
+        wants_aux = slot >= 0 and bool(self.kv_mgr.node.aux.slots)
+        facts = ClaimFacts(pages, spaces.page_tokens or 1, count, prefix, num_tokens, rows, tag, wants_aux)
         self._check_pages(facts)
+        self.kv_mgr.held.take(self._view, {name: unpack_pages(data) for name, data in pages.items()})
         self._named = True
         self._post(lambda number: self.kv_mgr.node.claims.metadata(number, facts, slot))
 

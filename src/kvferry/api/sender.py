@@ -42,6 +42,8 @@ class KVSender(Room, BaseKVSender):
         self._aux_index = -1
         self._pages_sent = 0
         self._chunks = 0
+        self._chunks_said = 0
+        self._tokens_said = 0
         node = mgr.node
         self._open(lambda: node.open_offer(self._view))
         with self.cleared_on_error():
@@ -124,11 +126,13 @@ class KVSender(Room, BaseKVSender):
     def _check_tokens(self, facts: OfferFacts) -> None:
         if facts.num_tokens is None or not facts.page_tokens:
             return
-        if facts.num_tokens > facts.end_tokens:
+        begin = facts.first_token // facts.page_tokens
+        needed = -(-facts.num_tokens // facts.page_tokens) - begin if facts.num_tokens > facts.first_token else 0
+        if facts.num_pages != needed:
             raise InputError(
-                f"prefill room {self.bootstrap_room}: {facts.num_pages} pages from token {facts.first_token} on end "
-                f"at token {facts.end_tokens}, num_tokens is {facts.num_tokens}",
-                hint="num_kv_indices counts pages, not tokens",
+                f"prefill room {self.bootstrap_room}: tokens {facts.first_token} to {facts.num_tokens} need {needed} "
+                f"pages of {facts.page_tokens} tokens, num_kv_indices is {facts.num_pages}",
+                hint="num_kv_indices counts pages, not tokens, from the page of first_token on",
             )
 
     def _check_count(self, facts: OfferFacts, count: int, num_kv_tokens: int | None) -> None:
@@ -147,3 +151,18 @@ class KVSender(Room, BaseKVSender):
                     f"{facts.page_tokens} tokens",
                     hint="num_kv_tokens counts the tokens in these pages",
                 )
+            self._check_sum(facts, tokens, last=sent == facts.num_pages)
+
+    def _check_sum(self, facts: OfferFacts, tokens: int, *, last: bool) -> None:
+        """The chunks together hold what init() said, where every chunk said how many tokens it holds."""
+        said = self._tokens_said + tokens
+        begin = facts.first_token // facts.page_tokens * facts.page_tokens
+        if last and facts.num_tokens is not None and self._chunks_said == self._chunks:
+            expected = facts.num_tokens - begin
+            if said != expected:
+                raise InputError(
+                    f"prefill room {self.bootstrap_room}: the chunks hold {said} tokens, init() said "
+                    f"{expected} (num_tokens {facts.num_tokens} from token {begin} on)",
+                    hint="num_kv_tokens of the last chunk counts only the tokens that are there",
+                )
+        self._tokens_said, self._chunks_said = said, self._chunks_said + 1

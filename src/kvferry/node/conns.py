@@ -39,6 +39,13 @@ class Conn:
         return self.handshake.peer
 
     @property
+    def name(self) -> str:
+        """What texts call the other end: side, rank and address as far as they are known, and its identity."""
+        theirs = self.handshake.theirs
+        where = f"{theirs.side} {theirs.layout.rank} at {theirs.address}" if theirs else self.link.address
+        return f"{where} ({self.peer})" if self.peer else where
+
+    @property
     def ready(self) -> bool:
         """Both ends have registered."""
         return self.handshake.state is PeerState.READY
@@ -155,5 +162,4 @@ def _aux_order(layout: Layout) -> tuple[int, int, int]:
 
 def lost_reason(where: Where, conn: Conn, cause: str) -> Reason:
     """The connection's end, in words."""
-    peer = f"{conn.link.address} ({conn.peer})" if conn.peer else conn.link.address
-    return where.reason(Code.PEER_LOST, cause, peer=peer, stage="connection")
+    return where.reason(Code.PEER_LOST, cause, peer=conn.name, stage="connection")

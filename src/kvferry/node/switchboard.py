@@ -130,12 +130,13 @@ class Switchboard:
             self.conns.accept(conn, self.node.is_prefill)
             assert conn.peer is not None
             assert conn.route is not None
-            self.book.peer_ready(time.monotonic(), conn.peer, conn.route)
+            self.book.peer_ready(time.monotonic(), conn.peer, conn.route, conn.name)
             for older in self.conns.older(conn):
                 self.lose(older, f"another connection to the same process, {conn.peer}, replaced this one")
             self.node.claims.look()
         if shake.state is PeerState.REFUSED and conn.reason is None:
             conn.reason = shake.reason
+            self.book.refused_peer = str(shake.reason)
             log.warning("peer %s refused: %s", conn.link.address, shake.reason)
             if conn.announced:
                 self.lose(conn, f"the peer has refused: {shake.reason}")

@@ -78,6 +78,7 @@ class Book:
         self.jobs: dict[int, Link] = {}
         self.stale: list[Link | SourceView] = []
         self.counts: Counter[str] = Counter()
+        self.refused_peer = ""
         self.effects: list[Effect] = []
         self.emit = self.effects.append
         self._next = {"offer": 1, "claim": 1, "job": 1}
@@ -139,7 +140,7 @@ class Book:
         lost = [source.peer for source in sources if not self._ready(source.peer)]
         if lost:
             cause = f"the connection to {lost[0]} was lost before the room began"
-            claim.failing(self.where.reason(Code.PEER_LOST, cause, peer=str(lost[0]), stage="handshake"))
+            claim.failing(self.where.reason(Code.PEER_LOST, cause, peer=self.named(lost[0]), stage="handshake"))
         else:
             claim.resolved(sources)
             for source in sources:
@@ -211,14 +212,14 @@ class Book:
 
     # -- peers
 
-    def peer_ready(self, now: float, peer: PeerId, size: RouteSize) -> None:
+    def peer_ready(self, now: float, peer: PeerId, size: RouteSize, name: str = "") -> None:
         """Both sides have registered. Lower epochs of the same process are lost by that."""
         self.now = now
         for other in list(self.peers.values()):
             if other.id.incarnation == peer.incarnation and other.id.epoch < peer.epoch:
                 cause = f"{peer} replaced {other.id}"
-                self.peer_lost(now, other.id, self.where.reason(Code.PEER_LOST, cause, peer=str(other.id)))
-        record = self.peers.setdefault(peer, Peer(peer, size))
+                self.peer_lost(now, other.id, self.where.reason(Code.PEER_LOST, cause, peer=self.named(other.id)))
+        record = self.peers.setdefault(peer, Peer(peer, size, name))
         if record.state is PeerState.SHAKING:
             fire(PEER, record, PeerEvent.REGISTERED)
         self._flush()
@@ -325,7 +326,7 @@ class Book:
         if link is None or link.offer is None:
             return
         if link.offer.state in rules.LIVE_OFFERS:
-            reason = self.where.reason(Code.WRITE_FAILED, cause, peer=str(link.peer), stage="transfer")
+            reason = self.where.reason(Code.WRITE_FAILED, cause, peer=self.named(link.peer), stage="transfer")
             link.offer.failing(reason)
         if quiet:
             self._job(now, job, 0, landed=False)
@@ -387,6 +388,11 @@ class Book:
         return not (self.offers or self.claims or self.links or self.jobs)
 
     # -- for offers and claims
+
+    def named(self, peer: PeerId) -> str:
+        """What texts call a peer."""
+        record = self.peers.get(peer)
+        return record.name if record else str(peer)
 
     def new_job(self, link: Link) -> int:
         """Number a job of a link."""

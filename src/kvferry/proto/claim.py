@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.errors import Code, InputError, Reason
+from kvferry.errors import Blame, Code, InputError, Reason
 from kvferry.ids import KVPoll, PeerId
 from kvferry.proto import rules
 from kvferry.proto.dialogue import Dialogue
@@ -262,14 +262,22 @@ class Claim:
                     return
                 delivered += 1
         if delivered and delivered == len(self.views):
+            self._complete()
+
+    def _complete(self) -> None:
+        rows = [view.status.aux for view in self.views.values() if view.status and view.status.aux]
+        if self.facts is not None and self.facts.wants_aux and not rows:
+            cause = "decode wants a metadata row, prefill sent none; pass aux_index on both sides"
+            self.failing(self.book.where.reason(Code.REFUSED, cause, stage="delivery", blame=Blame.PEER))
+        else:
             fire(CLAIM, self, ClaimEvent.COMPLETE)
 
     def _bytes_differ(self, view: SourceView, status: TransferStatus) -> Reason:
         cause = f"the source says {status.bytes_landed} bytes landed, {view.expected_bytes} were expected"
-        return self.book.where.reason(Code.BYTES_DIFFER, cause, peer=str(view.peer), stage="delivery")
+        return self.book.where.reason(Code.BYTES_DIFFER, cause, peer=self.book.named(view.peer), stage="delivery")
 
     def _not_accepted(self) -> None:
-        silent = [str(view.peer) for view in self.views.values() if view.status is None]
+        silent = [self.book.named(view.peer) for view in self.views.values() if view.status is None]
         seconds = f"{self.book.times.bootstrap_timeout_s:g} s"
         cause = f"{len(silent)} of {len(self.views)} sources did not accept the room within {seconds}"
         if not self.views:
@@ -285,7 +293,9 @@ class Claim:
             writing = status is not None and status.chunks_landed < status.chunks_total
             if writing and not view.quiet_seen and now - view.moved_at >= times.stall_s:
                 cause = f"no progress for {times.stall_s:g} s, {self.bytes_landed} bytes landed before"
-                self.failing(self.book.where.reason(Code.STALLED, cause, peer=str(view.peer), stage="transfer"))
+                self.failing(
+                    self.book.where.reason(Code.STALLED, cause, peer=self.book.named(view.peer), stage="transfer")
+                )
                 return
         if times.hold_limit_s and now - self.exposed_at >= times.hold_limit_s:
             cause = f"pages were held for {times.hold_limit_s:g} s (hold_limit_s)"

@@ -93,6 +93,7 @@ class ClaimFacts(msgspec.Struct, frozen=True):
         num_tokens: the request's tokens; None = not known, whole pages count.
         rows: pages listed per state space.
         tag: request tag; 0 = none.
+        wants_aux: a metadata row is to come along.
     """
 
     pages: dict[str, bytes]
@@ -102,6 +103,7 @@ class ClaimFacts(msgspec.Struct, frozen=True):
     num_tokens: int | None = None
     rows: dict[str, int] = {}
     tag: int = 0
+    wants_aux: bool = False
 
     @property
     def end_tokens(self) -> int:

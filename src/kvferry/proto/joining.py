@@ -45,7 +45,7 @@ def join(book: Book, offer: Offer, link: Link) -> None:
     unpark(book, link)
     if any(other.peer == link.peer for other in offer.links):
         cause = "an earlier claim of the same process is in this offer already"
-        link.refuse(book.where.reason(Code.REFUSED, cause, peer=str(link.peer)))
+        link.refuse(book.where.reason(Code.REFUSED, cause, peer=book.named(link.peer)))
         return
     if not (offer.tag and link.info.tag):
         book.counts["untagged"] += 1
@@ -103,7 +103,7 @@ def _find_offer(book: Book, link: Link) -> None:
         return
     elif book.peers[link.peer].parked >= rules.PARKED_PER_PEER:
         cause = f"{rules.PARKED_PER_PEER} claims of this peer wait for offers already"
-        link.refuse(book.where.reason(Code.REFUSED, cause, peer=str(link.peer)))
+        link.refuse(book.where.reason(Code.REFUSED, cause, peer=book.named(link.peer)))
     else:
         book.parked.setdefault(link.info.room, []).append(link)
         book.peers[link.peer].parked += 1

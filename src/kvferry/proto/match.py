@@ -33,7 +33,7 @@ def end_tokens(facts: OfferFacts, info: TransferInfo) -> int:
 def _tag(offer: Offer, link: Link) -> str:
     mine, theirs = offer.tag, link.info.tag
     if mine and theirs and mine != theirs:
-        return f"request tag {theirs:#x} of the claim is not {mine:#x} of the offer: another request's room"
+        return f"request tag {theirs:#x} of decode is not {mine:#x} of prefill: another request's room"
     return ""
 
 
@@ -51,14 +51,14 @@ def _tokens(offer: Offer, link: Link) -> str:
     if facts is None or info.phase is not InfoPhase.PAGES:
         return ""
     if info.prefix_tokens < facts.first_token:
-        return f"the claim wants tokens from {info.prefix_tokens} on, the offer begins at {facts.first_token}"
+        return f"decode wants tokens from {info.prefix_tokens} on, prefill begins at {facts.first_token}"
     if info.num_tokens is None:
         return ""
     if facts.num_tokens is not None and facts.num_tokens != info.num_tokens:
-        return f"the claim expects {info.num_tokens} tokens, the offer holds {facts.num_tokens}"
+        return f"decode expects {info.num_tokens} tokens, prefill holds {facts.num_tokens}"
     if facts.page_tokens and info.num_tokens > facts.end_tokens:
         end = facts.end_tokens
-        return f"the claim expects {info.num_tokens} tokens, the offer's {facts.num_pages} pages end at {end}"
+        return f"decode expects {info.num_tokens} tokens, prefill's {facts.num_pages} pages end at {end}"
     return ""
 
 
@@ -71,7 +71,7 @@ def _bytes(offer: Offer, link: Link) -> str:
     except InputError as error:
         return f"the claim's numbers make no request: {error}"
     if mine != info.expected_bytes:
-        return f"the claim expects {info.expected_bytes} bytes from here, the offer's pages and layout give {mine}"
+        return f"decode expects {info.expected_bytes} bytes from this rank, prefill's pages and layout give {mine}"
     return ""
 
 

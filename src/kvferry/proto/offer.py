@@ -195,8 +195,11 @@ class Offer:
         if not cause:
             return True
         self.links.remove(link)
+        cause += "; both sides must mean the same request: its pages, tokens, prefix and tag"
         self.refusal = cause
-        reason = self.book.where.reason(Code.REFUSED, cause, peer=str(link.peer), stage="handshake of the room")
+        reason = self.book.where.reason(
+            Code.REFUSED, cause, peer=self.book.named(link.peer), stage="handshake of the room"
+        )
         link.refuse(reason)
         if self.tag and self.tag == link.info.tag:
             self.failing(reason)
@@ -293,7 +296,9 @@ class Offer:
             link.tell_progress(now)
             if link.jobs and now - link.moved_at >= limit_s:
                 cause = f"no byte landed for {limit_s:g} s, {link.bytes_landed} bytes landed before"
-                self.failing(self.book.where.reason(Code.STALLED, cause, peer=str(link.peer), stage="transfer"))
+                self.failing(
+                    self.book.where.reason(Code.STALLED, cause, peer=self.book.named(link.peer), stage="transfer")
+                )
                 return
 
     def _no_claim(self) -> None:
@@ -301,4 +306,6 @@ class Offer:
         cause += f"{self.book.times.claim_timeout_s:g} s"
         if self.refusal:
             cause += f"; the last one refused: {self.refusal}"
+        elif self.book.refused_peer:
+            cause += f"; the last peer refused at the handshake: {self.book.refused_peer}"
         self.failing(self.book.where.reason(Code.NO_CLAIM, cause, stage="waiting for claims"))

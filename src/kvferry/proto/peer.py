@@ -19,6 +19,7 @@ class Peer:
 
     Attributes:
         id: the identity.
+        name: what texts call it: side, rank and address.
         state: READY once both sides have registered; rules.PEER is the table.
         size: the route from here to the peer, as far as the protocol needs it.
         claims: numbers of this side's claims that have a view of the peer.
@@ -27,8 +28,9 @@ class Peer:
         low_claim: the peer's claims below this number are over.
     """
 
-    def __init__(self, peer: PeerId, size: RouteSize) -> None:
+    def __init__(self, peer: PeerId, size: RouteSize, name: str = "") -> None:
         self.id = peer
+        self.name = name or str(peer)
         self.state = PeerState.SHAKING
         self.size = size
         self.claims: set[int] = set()

@@ -128,6 +128,8 @@ def find_model(path: str | None) -> Path:
         ConfigError: there is no such file, or the package is not installed or holds none.
     """
     if path is not None:
+        if Path(path).is_dir():
+            raise ConfigError(f"model {path} is a directory", hint="give the path of a GGUF file")
         if not Path(path).is_file():
             raise ConfigError(f"model {path}: no such file", hint="give the path of a GGUF file")
         return Path(path)

@@ -7,6 +7,8 @@ single process that the decode worker is compared with. The decode worker never 
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -164,6 +166,7 @@ RUNS: dict[Side, Callable[[Worker, Request], None]] = {Side.PREFILL: run_prefill
 
 def main(arguments: list[str]) -> int:
     """Run a worker until its request is answered or its standard input ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of the manager's shutdown
     side = Side(arguments[0])
     events = EventWriter(side.value, sys.stdout)
     worker = None
@@ -177,7 +180,11 @@ def main(arguments: list[str]) -> int:
     except KvferryError as error:
         events.write("error", text=str(error), input=isinstance(error, ConfigError))
         return 2
+    except BrokenPipeError:  # whoever started this worker is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the shutdown is not interrupted half way
         if worker is not None:
             worker.manager.shutdown()
     return 0

@@ -1,6 +1,7 @@
 """The demo's verdict: each of the three comparisons can fail, and then the command does."""
 
 import io
+import re
 
 import pytest
 
@@ -60,8 +61,17 @@ def test_one_difference_fails_the_command(field, decode, as_json, monkeypatch, c
 
 def test_an_equal_outcome_ends_with_0(monkeypatch, capsys):
     monkeypatch.setattr("kvferry.cli.demo.run", lambda *_: verdict())
+    assert command.main(["demo", "--prompt", "Say\n  hello.", "--engine", "LOCAL"]) == 0
+    shown = capsys.readouterr().out
+    assert "NOT equal" not in shown
+    assert re.search(r"prompt +\d+ tokens: Say hello\.\s", shown)
+    assert re.search(r"total +\d+\.\d\d s", shown)
+
+
+def test_the_summary_shows_the_end_of_a_long_prompt(monkeypatch, capsys):
+    monkeypatch.setattr("kvferry.cli.demo.run", lambda *_: verdict())
     assert command.main(["demo"]) == 0
-    assert "NOT equal" not in capsys.readouterr().out
+    assert re.search(r"tokens: \.\.\..*made\s+the\s+ferry\s+line\s+reliable\.", capsys.readouterr().out)
 
 
 def test_the_outcome_has_the_fields_of_json():

@@ -81,3 +81,36 @@ def test_a_retry_is_not_refused_by_the_tombstone_that_refused_the_first_attempt(
         prefill.job_landed(job, 8)
     net.deliver()
     assert decode.claimed(second).poll is KVPoll.Success
+
+
+def test_an_offer_that_nobody_claimed_names_the_peer_that_was_refused_at_the_handshake(net, prefill):
+    offer = prefill.open_offer()
+    prefill.book.refused_peer = "incompatible: dtype: prefill has 'float16', decode has 'bfloat16'"
+    net.wait(7.0)
+    assert prefill.offered(offer).reason.cause.endswith(
+        "the last peer refused at the handshake: incompatible: dtype: prefill has 'float16', decode has 'bfloat16'"
+    )
+
+
+@pytest.mark.parametrize("aux", [b"", b"row"])
+def test_a_claim_that_wants_a_metadata_row_does_not_succeed_without_one(net, prefill, decode, aux):
+    offer = prefill.open_offer()
+    number = decode.open_claim([prefill])
+    decode.place(number, wants_aux=True)
+    prefill.chunk(offer, aux=aux)
+    net.deliver()
+    for job in prefill.jobs():
+        prefill.job_landed(job, 8)
+    net.deliver()
+    claim = decode.claimed(number)
+    assert claim.poll is (KVPoll.Success if aux else KVPoll.Failed)
+    if not aux:
+        assert claim.reason.cause == "decode wants a metadata row, prefill sent none; pass aux_index on both sides"
+        assert claim.released
+
+
+def test_texts_call_a_peer_by_its_name(net, prefill, decode):
+    peer = decode.peer(prefill, 9)
+    assert decode.book.named(peer) == str(peer)
+    decode.peer_ready(peer, decode.source(prefill).size, "prefill dp0 pp0 cp0 tp1 at tcp://10.0.0.1:5000")
+    assert decode.book.named(peer) == "prefill dp0 pp0 cp0 tp1 at tcp://10.0.0.1:5000"
