@@ -14,11 +14,11 @@ test: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m "not reference" $(ARGS)
 
 check: $(VENV)/.dev-installed
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools examples
+	$(BIN)/ruff format --check src tests tools examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/check_sizes.py src tests tools
+	$(BIN)/python tools/check_sizes.py src tests tools examples
 	$(MAKE) cover
 
 # the pure core: every branch of every line

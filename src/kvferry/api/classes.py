@@ -30,6 +30,7 @@ def get_kv_class(engine_name: str, class_type: KVClassType) -> type:
     Raises:
         UnknownEngine: no engine of that name is known; it names the nearest.
     """
+    engine_name = find.canonical(engine_name)
     if engine_name not in find.known():
         find.load(engine_name)  # raises, naming the nearest
     found = _CLASSES[class_type]
