@@ -293,16 +293,16 @@ def test_every_kind_of_failure_has_a_code_of_its_own(make, kit):
         found.append(room.failure().reason.code)
 
     ends(kit.offer(prefill, 1, [1]))
-    ends(kit.claim(decode, prefill, 2, [1]))
-    ends(kit.claim(decode, "127.0.0.1:1", 3, [1]))
+    ends(kit.claim(decode, prefill, 2, [2]))
+    ends(kit.claim(decode, "127.0.0.1:1", 3, [3]))
     kit.offer(prefill, 4, [1], tag=1)
-    ends(kit.claim(decode, prefill, 4, [1], tag=2))
+    ends(kit.claim(decode, prefill, 4, [4], tag=2))
     sender = kit.offer(prefill, 5, [1], send=False)
-    ends(kit.claim(decode, prefill, 5, [1]))
+    ends(kit.claim(decode, prefill, 5, [5]))
     ends(sender)
     prefill.engine.fail(Outcome.FAILED_QUIET, "EIO")
     kit.offer(prefill, 6, [1])
-    ends(kit.claim(decode, prefill, 6, [1]))
+    ends(kit.claim(decode, prefill, 6, [6]))
     assert [code.value for code in found] == [
         "no_claim", "bootstrap_timeout", "unreachable", "refused", "hold_limit", "hold_limit", "write_failed",
     ]  # fmt: skip

@@ -171,7 +171,7 @@ def test_a_refused_claims_prefix_is_not_that_of_the_request(make, kit):
         peer.shake()
         peer.say(TransferInfo(5, 1, 1, InfoPhase.PAGES, tag=99, prefix_tokens=2**40))
         kit.until(lambda: sender.poll() is KVPoll.WaitingForInput)
-        sender.init(3, num_tokens=48, tag=7)
+        sender.init(3, 0, num_tokens=48, tag=7)
         peer.hear(TransferStatus)
     receiver = kit.claim(decode, prefill, 5, [8, 9], tag=7, num_tokens=48, prefix=16)
     kit.until(lambda: sender.pop_decode_prefix_len() == 16)
@@ -192,7 +192,8 @@ def test_a_prefill_that_lies_about_what_it_delivered_fails_the_room(make, kit):
                 {"phase": StatusPhase.DELIVERED, "bytes_landed": -1}, {"phase": StatusPhase.FAILED},
                 {"phase": StatusPhase.DELIVERED, "bytes_landed": 1, "aux": b"x" * 5000},
             ]):  # fmt: skip
-                claims.append((kit.claim(decode, _At(port), room + 1, [1, 2, 3], num_tokens=48), status))
+                pages = range(3 * room, 3 * room + 3)
+                claims.append((kit.claim(decode, _At(port), room + 1, pages, num_tokens=48), status))
             _answer(router, liar, [status for _, status in claims])
             for receiver, _ in claims:
                 assert receiver.wait(3) is KVPoll.Failed

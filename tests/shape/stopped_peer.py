@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import IO
 
 import numpy as np
+import numpy.typing as npt
 from pools import make_pool
 from ranks import SETTINGS
 
@@ -33,8 +34,9 @@ class StoppablePeer:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.prefill = KVManager(make_pool("page_major", 0, 1).args(), "prefill", environ={}, **ALIVE)
-        self.decode = KVManager(make_pool("page_major", 0, 1).args(), "decode", environ={}, **ALIVE)
+        pages = 2 * count + 2
+        self.prefill = KVManager(make_pool("page_major", 0, 1, pages).args(), "prefill", environ={}, **ALIVE)
+        self.decode = KVManager(make_pool("page_major", 0, 1, pages).args(), "decode", environ={}, **ALIVE)
         command = [sys.executable, __file__, self.prefill.endpoint, str(count)]
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         pipe = subprocess.PIPE
@@ -61,7 +63,7 @@ class StoppablePeer:
     def timed_calls(self, index: int) -> list[float]:
         """Seconds of each call that a pair of schedulers makes for two rooms that end in an abort."""
         sender, receiver = self.senders[index], self.receivers[index]
-        pages, calls = np.array([1, 2], np.int32), list[Callable[[], object]]()
+        pages, calls = _pages(index), list[Callable[[], object]]()
         calls += [lambda: sender.init(2, 0), lambda: sender.send(pages), sender.poll]
         calls += [lambda: receiver.send_metadata(pages, 0), receiver.poll]
         calls += [sender.abort, receiver.abort, sender.is_release_safe, sender.clear, receiver.clear]
@@ -90,17 +92,21 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def _pages(index: int) -> npt.NDArray[np.int32]:
+    return np.array([2 * index, 2 * index + 1], np.int32)
+
+
 def serve(endpoint: str, count: int) -> None:
     """The other process: claim and offer rooms, then stay until the pipe is closed."""
     with (
-        KVManager(make_pool("page_major", 0, 1).args(), "prefill", environ={}, **ALIVE) as prefill,
-        KVManager(make_pool("page_major", 0, 1).args(), "decode", environ={}, **ALIVE) as decode,
+        KVManager(make_pool("page_major", 0, 1, 2 * count + 2).args(), "prefill", environ={}, **ALIVE) as prefill,
+        KVManager(make_pool("page_major", 0, 1, 2 * count + 2).args(), "decode", environ={}, **ALIVE) as decode,
     ):
         rooms = [KVSender(prefill, None, OFFERS_FROM + i) for i in range(count)]
         for i in range(count):
             receiver = KVReceiver(decode, None, CLAIMS_FROM + i, peers=[endpoint])
             receiver.init(0)
-            receiver.send_metadata([1, 2])
+            receiver.send_metadata(_pages(i))
         print(prefill.endpoint, flush=True)
         sys.stdin.read()
         del rooms
