@@ -24,8 +24,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a node. Times in seconds, sizes in bytes.
 
     Attributes:
-        bind_host: address to listen on, for the control and the data plane.
+        bind_host: address to listen on.
         advertise_host: address that peers are told; "" means bind_host.
+        data_bind_host: address to listen on for the data plane; "" means bind_host.
+        data_advertise_host: address that peers are told for the data plane; "" means data_bind_host, if that is set,
+            else advertise_host.
         control_ports: "0" (the system chooses), "5000" or "5000-5099": ports of the control plane.
         data_ports: the same for engines with sockets of their own.
         insecure: allow a non-loopback bind although the control plane has no keys yet.
@@ -45,6 +48,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     bind_host: str = "127.0.0.1"
     advertise_host: str = ""
+    data_bind_host: str = ""
+    data_advertise_host: str = ""
     control_ports: str = "0"
     data_ports: str = "0"
     insecure: bool = False
@@ -79,11 +84,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             if "=" not in pair:
                 raise ConfigError(f"engine_options: {pair!r} is not name=value")
         return {name.strip(): value.strip() for name, _, value in (pair.partition("=") for pair in pairs)}
-
-    @property
-    def advertised(self) -> str:
-        """The address that peers are told."""
-        return self.advertise_host or self.bind_host
 
 
 _TWICE = (

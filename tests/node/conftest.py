@@ -24,7 +24,7 @@ FAST = {
 SENTINEL = 0xEE
 PAGES, PAGE_TOKENS = 32, 16
 
-find.register("faulty", "kvferry.testing.faulty:FaultyLocal")
+find.register("faulty", "kvferry.testing.faulty:FaultyEmbedded")
 
 
 class Side:

@@ -230,3 +230,21 @@ def test_twenty_managers_at_once(make, kit):
         assert room.wait(10) is KVPoll.Success
         assert (decode.pages([3, 4]) == prefill.pages([1, 2])).all()
     assert len({PeerId(side.manager.node.incarnation) for side in sides}) == 20
+
+
+def test_the_data_plane_may_have_addresses_of_its_own(make, kit):
+    more = {"data_bind_host": "127.0.0.4", "data_advertise_host": "127.0.0.4", "engine_options": "mechanism=tcp"}
+    prefill, decode = make("prefill", **more), make("decode", **more)
+    assert decode.manager.endpoint.startswith("tcp://127.0.0.1:")
+    assert b"127.0.0.4" in decode.engine.describe()
+    rows = prefill.fill([1], seed=1)
+    receiver = kit.claim(decode, prefill, 1, [2])
+    kit.offer(prefill, 1, [1])
+    assert receiver.wait(3) is KVPoll.Success
+    assert (decode.pages([2]) == rows).all()
+
+
+@pytest.mark.parametrize("setting", ["data_bind_host", "data_advertise_host"])
+def test_a_wildcard_of_the_data_plane_is_refused_by_its_name(make, setting):
+    with pytest.raises(ConfigError, match=f"{setting} '0.0.0.0' is"):
+        make("decode", **{setting: "0.0.0.0"})

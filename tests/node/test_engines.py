@@ -7,10 +7,10 @@ import pytest
 from kvferry import KVPoll
 from kvferry.engines.seam import Outcome
 from kvferry.errors import Code
-from kvferry.testing.faulty import FaultyLocal
+from kvferry.testing.faulty import FaultyEmbedded
 
 
-class Raising(FaultyLocal):
+class Raising(FaultyEmbedded):
     """Raises whatever it is told to, from the call that it is told."""
 
     def __init__(self):
@@ -44,7 +44,7 @@ class Raising(FaultyLocal):
 
 @pytest.fixture
 def raising(make, monkeypatch):
-    monkeypatch.setattr("kvferry.testing.faulty.FaultyLocal", Raising)
+    monkeypatch.setattr("kvferry.testing.faulty.FaultyEmbedded", Raising)
     return make("prefill", "faulty"), make("decode", "faulty")
 
 

@@ -113,7 +113,7 @@ def test_metadata_rows_of_another_size(make, kit):
 
 def test_engines_of_different_names(make, kit, monkeypatch):
     monkeypatch.setattr(find, "_registered", dict(find._registered))
-    find.register("other", "kvferry.testing.faulty:FaultyLocal")
+    find.register("other", "kvferry.testing.faulty:FaultyEmbedded")
     prefill, decode = make("prefill", "local"), make("decode", "other")
     text, took_s = rejected(decode, prefill, 5, kit)
     assert took_s < 1.0

@@ -64,3 +64,11 @@ def test_a_worker_imports_neither_a_web_server_nor_torch_nor_the_model():
     code = f"import sys, kvferry; print(*[name for name in {heavy} if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert ended.stdout.strip() == ""
+
+
+def test_no_class_outside_of_the_engines_is_named_after_one():
+    names = ("local", "nixl", "mooncake", "mori")
+    for path in FILES:
+        if "engines" not in path.parts:
+            found = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+            assert not [name for name in found if any(engine in name.lower() for engine in names)], path

@@ -22,7 +22,7 @@ from kvferry.node.aux import AuxBuffer, AuxRows
 from kvferry.node.claims import Claims
 from kvferry.node.conns import Conns
 from kvferry.node.control import Control
-from kvferry.node.hosts import advertised_host, bound_address, tcp_endpoint
+from kvferry.node.hosts import control_plane, data_plane, tcp_endpoint
 from kvferry.node.links import Links
 from kvferry.node.mover import Mover, Reports
 from kvferry.node.resolver import Resolver
@@ -63,7 +63,7 @@ class Node:
         Raises:
             LayoutError, UnknownEngine, EngineUnavailable, AddressError, ConfigError: what is wrong, and where.
         """
-        self._bind_host, self._advertised = bound_address(config), advertised_host(config)
+        control, self._data = control_plane(config), data_plane(config)
         validate(layout, side.value, bound=True)
         self._pid = os.getpid()
         self.side = side
@@ -84,13 +84,13 @@ class Node:
         self._open_engine()
         try:
             self.links = Links(
-                self._bind_host, port_range(config.control_ports, "control_ports"),
+                control.bind, port_range(config.control_ports, "control_ports"),
                 config.heartbeat_s, config.heartbeat_timeout_s,
             )  # fmt: skip
         except BaseException:
             self.engine.close()
             raise
-        self.endpoint = tcp_endpoint(self._advertised, self.links.port)
+        self.endpoint = tcp_endpoint(control.advertised, self.links.port)
         self.resolver = Resolver()
         self.claims = Claims(self)
         self.control = Control(self)
@@ -269,8 +269,8 @@ class Node:
         self.engine = find.load(self.engine_name)
         config = self.config
         self.engine.open(EngineConfig(
-            me=PeerId(self.incarnation), grants=self.grants, bind_host=self._bind_host,
-            advertise_host=self._advertised, data_ports=port_range(config.data_ports, "data_ports"),
+            me=PeerId(self.incarnation), grants=self.grants, bind_host=self._data.bind,
+            advertise_host=self._data.advertised, data_ports=port_range(config.data_ports, "data_ports"),
             options=config.options(),
         ))  # fmt: skip
         try:

@@ -1,6 +1,6 @@
 """An engine that misbehaves on command, around any real one: for tests of kvferry and of its users.
 
-find.register("faulty", "kvferry.testing.faulty:FaultyLocal")
+find.register("faulty", "kvferry.testing.faulty:FaultyEmbedded")
 manager.node.engine.hold()      # batches are taken but not written
 manager.node.engine.release()   # now they are
 """
@@ -151,7 +151,7 @@ class Faulty:
         self._done.append(Done(outer, outcome, done.cause, done.native))
 
 
-class FaultyLocal(Faulty):
+class FaultyEmbedded(Faulty):
     """A faulty local engine, as an engine of its own."""
 
     def __init__(self) -> None:
