@@ -125,7 +125,9 @@ def test_a_failed_sibling_frees_nothing_while_another_one_writes(make, kit):
     sources[0].engine.fail(Outcome.FAILED_QUIET, "EIO on rank 0")
     sources[1].engine.hold()
     receiver = kit.claim(decode, sources, 1, [4, 5])
-    senders = [kit.offer(source, 1, [1, 2]) for source in sources]
+    writing = kit.offer(sources[1], 1, [1, 2])
+    kit.until(lambda: sources[1].engine.held)  # else it might hear of the failure before it writes at all
+    senders = [kit.offer(sources[0], 1, [1, 2]), writing]
     assert receiver.wait(3) is KVPoll.Failed
     assert senders[1].wait(1) is KVPoll.Failed
     for room in (receiver, *senders):
