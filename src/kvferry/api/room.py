@@ -12,6 +12,7 @@ from kvferry.api.indices import whole_number
 from kvferry.api.kvpoll import KVPoll, KVTransferMetric
 from kvferry.errors import Code, KVTransferError, ProtocolError, Reason
 from kvferry.node.view import TERMINAL, RoomView
+from kvferry.proto.book import Book
 from kvferry.proto.effects import Kind
 
 if TYPE_CHECKING:
@@ -147,5 +148,5 @@ class Room(BaseRoom):
         self.kv_mgr.node.call(run)
 
     @property
-    def _book(self):  # type: ignore[no-untyped-def]  # noqa: ANN202 - Book, which mypy infers
+    def _book(self) -> Book:
         return self.kv_mgr.node.book

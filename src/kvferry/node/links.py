@@ -16,8 +16,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.errors import AddressError
+from kvferry.wire.codec import MAX_FRAME_BYTES
 
-MAX_FRAME_BYTES = 64 << 20
 MAX_SOCKETS = 16384
 BURST = 256
 """Frames taken from one socket before the others have their turn."""

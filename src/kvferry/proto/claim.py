@@ -213,9 +213,8 @@ class Claim:
 
     def write_aux(self) -> None:
         """Put the metadata row into its slot; the first source that has one wins (the caller ordered them)."""
-        statuses = [view.status for view in self.views.values() if view.status and view.status.aux]
-        if statuses:
-            self.book.emit(WriteAux(self.id, statuses[0].aux))
+        if self._aux:
+            self.book.emit(WriteAux(self.id, self._aux))
 
     def close(self, *_: object) -> None:
         """Tell every source that it is over, and withdraw what was granted."""
@@ -264,9 +263,13 @@ class Claim:
         if delivered and delivered == len(self.views):
             self._complete()
 
+    @property
+    def _aux(self) -> bytes:
+        """The metadata row of the first source that sent one."""
+        return next((view.status.aux for view in self.views.values() if view.status and view.status.aux), b"")
+
     def _complete(self) -> None:
-        rows = [view.status.aux for view in self.views.values() if view.status and view.status.aux]
-        if self.facts is not None and self.facts.wants_aux and not rows:
+        if self.facts is not None and self.facts.wants_aux and not self._aux:
             cause = "decode wants a metadata row, prefill sent none; pass aux_index on both sides"
             self.failing(self.book.where.reason(Code.REFUSED, cause, stage="delivery", blame=Blame.PEER))
         else:
