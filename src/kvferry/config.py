@@ -43,6 +43,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         batch_rows: most rows of one batch.
         batch_bytes: most bytes of one batch.
         batches_in_flight: batches of one peer that the mover keeps submitted.
+        digest: canary over what was sent and what landed: "sample" (64 bytes in 4 KiB), "full" (every byte) or
+            "off"; of two peers the stronger wish counts.
         engine_options: comma separated name=value pairs for the engine.
     """
 
@@ -64,6 +66,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     batch_rows: int = 16384
     batch_bytes: int = 8 << 20
     batches_in_flight: int = 4
+    digest: str = "sample"
     engine_options: str = ""
 
     def __post_init__(self) -> None:
@@ -73,6 +76,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             short, long = getattr(self, shorter), getattr(self, longer)
             if long < 2 * short:
                 raise ConfigError(f"{longer} = {long:g} is below twice {shorter} = {short:g}", hint=why)
+        if self.digest not in DIGESTS:
+            raise ConfigError(f"setting digest = {self.digest!r} is none of {', '.join(DIGESTS)}")
         port_range(self.control_ports, "control_ports")
         port_range(self.data_ports, "data_ports")
         self.options()
@@ -85,6 +90,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"engine_options: {pair!r} is not name=value")
         return {name.strip(): value.strip() for name, _, value in (pair.partition("=") for pair in pairs)}
 
+
+DIGESTS = ("off", "sample", "full")
+"""From the weakest to the strongest."""
 
 _TWICE = (
     ("heartbeat_s", "heartbeat_timeout_s", "one late heartbeat would count as a lost peer"),

@@ -28,6 +28,7 @@ class Code(str, enum.Enum):
     BOOTSTRAP_TIMEOUT = "bootstrap_timeout"
     HOLD_LIMIT = "hold_limit"
     INCOMPATIBLE = "incompatible"
+    CONTENT_DIFFERS = "content_differs"
     BYTES_DIFFER = "bytes_differ"
     REREGISTERED = "reregistered"
     INTERNAL = "internal"
@@ -102,6 +103,12 @@ class LayoutError(ConfigError):
     """A declared layout contradicts itself or the memory that it names."""
 
     code = "layout"
+
+
+class PoolError(KvferryError, MemoryError):
+    """Memory for a pool can't be had, or the pool is closed."""
+
+    code = "pool"
 
 
 class UnknownEngine(ConfigError, LookupError):

@@ -119,6 +119,7 @@ def test_a_killed_prefill_comes_back_through_the_bootstrap_server(make, kit, for
             worker = fork("prefill", "local", bootstrap_addr=address)
             served(decode, None, 10 + turn, kit, worker, bootstrap=address)
             worker.kill()
+        kit.until(lambda: not decode.manager.info()["peers"])
         for room, words in ((50, "Connection refused"), (51, "not registered")):  # its entry lives a little longer
             receiver = KVReceiver(decode.manager, address, room)
             receiver.init(0)

@@ -37,9 +37,12 @@ class Room(BaseRoom):
     # -- the interface
 
     def poll(self) -> KVPoll:
-        """The room's state."""
-        self.kv_mgr.node.check_fork()
-        return self._view.poll
+        """The room's state; news that has come is taken first."""
+        node, view = self.kv_mgr.node, self._view
+        node.check_fork()
+        if view.poll not in TERMINAL:
+            node.control.help()
+        return view.poll
 
     def wait(self, timeout_s: float) -> KVPoll:
         """Wait until the room has ended."""

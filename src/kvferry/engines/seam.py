@@ -4,8 +4,9 @@ An engine moves batches of (source address, destination address, length) rows to
 ticket whether its bytes have landed. No rule of the room protocol lives below this line; what the native library
 calls session, agent, engine key or memory descriptor stays inside `describe` and `attach`.
 
-All calls are made by one thread, the node's mover; an engine may have threads of its own. Two peers never share a
-ticket. What each outcome proves is the subject of ADR 0004 and is shown for each engine by the engine suite.
+All calls are made by one thread, the node's mover (with caps ANY_THREAD by one at a time); an engine may have threads
+of its own. Two peers never share a ticket. What each outcome proves is the subject of ADR 0004 and is shown for each
+engine by the engine suite.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class Caps(enum.Flag):
     that write its memory directly are trusted with all of it."""
     BLOCKING = enum.auto()
     """`submit` returns only when the copy has ended."""
+    ANY_THREAD = enum.auto()
+    """Any thread may make the calls, one at a time, and a `submit` of some 100 KiB takes microseconds."""
     NEEDS_TARGET_POLL = enum.auto()
     """The target's `poll` must be called while a peer attaches or writes."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvferry.layout import Space, extent, first_slot
-from kvferry.plan import Batch, Limits, PageList, Route, Runs, batches, runs
+from kvferry.plan import SMALL_BYTES, Batch, Limits, PageList, Part, Route, batches, runs, small_batch
 from kvferry.proto.effects import Submit
 from kvferry.wire import unpack_pages
 
@@ -26,11 +26,16 @@ def chunk_batches(route: Route, submit: Submit, limits: Limits) -> Iterator[Batc
     Raises:
         InputError: a page index outside a pool, or fewer pages than the request needs, naming the side.
     """
-    parts = [_runs(route, space, submit) for space in route.spaces if space in submit.chunk.pages]
-    return batches(route, parts, limits, claim=submit.info.claim, chunk=submit.chunk.number)
+    parts = [_part(route, space, submit) for space in route.spaces if space in submit.chunk.pages]
+    names = {"claim": submit.info.claim, "chunk": submit.chunk.number}
+    if (submit.info.expected_bytes or SMALL_BYTES + 1) <= min(SMALL_BYTES, limits.bytes):
+        batch = small_batch(route, parts, **names)
+        if batch is not None and len(batch) <= limits.rows:
+            return iter((batch,))
+    return batches(route, [runs(route, part) for part in parts], limits, **names)
 
 
-def _runs(route: Route, space: str, submit: Submit) -> Runs:
+def _part(route: Route, space: str, submit: Submit) -> Part:
     leg, info, end = route.leg(space), submit.info, submit.end_tokens
     source = unpack_pages(submit.chunk.pages[space]).astype(np.int64)
     target = unpack_pages(info.pages.get(space, b"")).astype(np.int64)
@@ -39,9 +44,7 @@ def _runs(route: Route, space: str, submit: Submit) -> Runs:
     if space == MAIN:
         begin += submit.chunk.first_page * leg.src.page_tokens
     there = page_list_begin(leg.dst, info.prefix_tokens, end, rows)
-    return runs(
-        route, space, info.prefix_tokens, end, PageList(source, begin), PageList(target, there), rows
-    )  # fmt: skip
+    return Part(space, info.prefix_tokens, end, PageList(source, begin), PageList(target, there), rows)
 
 
 def page_list_begin(space: Space, from_token: int, end_tokens: int, rows: int) -> int:

@@ -114,7 +114,7 @@ class Claims:
     # -- helpers
 
     def _post(self, action: Callable[..., None], *args: object) -> None:
-        self.node.control.call(lambda: action(*args))
+        self.node.control.later(lambda: action(*args))
 
     def _look_up(self, number: int, target: Target) -> None:
         """Rooms that ask the same at the same time share one look-up."""
@@ -168,7 +168,8 @@ class Claims:
         handshake = Handshake(node.incarnation, node.register_info(), node.where, self._epoch)
         routing_id = node.incarnation.to_bytes(8, "big") + self._epoch.to_bytes(4, "big")
         conn = Conn(node.links.dial(address, numeric, routing_id), handshake)
-        conn.deadline = time.monotonic() + node.config.bootstrap_timeout_s
+        # a tick before the rooms that wait for it run out of time: it can say where it got stuck
+        conn.deadline = time.monotonic() + node.config.bootstrap_timeout_s - node.config.tick_s
         node.control.board.speak(node.conns.add(conn), repeat=False)
 
     def _gone(self, address: str, reason: Reason | None) -> None:

@@ -1,25 +1,32 @@
 """The control thread: it owns the sockets, the timers and all room state of a node.
 
 It never waits for anything but its sockets: commands come from schedulers' threads, news from the mover and the
-resolver, all as calls in one queue behind one descriptor.
+resolver, all as calls in one queue behind one descriptor. Ownership is a lock, the *turn*: a scheduler's or the
+mover's thread that finds it free takes it, does what is short, and gives it back, which saves a room the way through
+sleeping threads (ADR 0007). Handshakes, ticks and losses stay with the thread.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import Code, EngineError, Reason
-from kvferry.ids import KVPoll
+from kvferry.ids import KVPoll, PeerId
 from kvferry.node.batching import chunk_batches
 from kvferry.node.switchboard import Switchboard
 from kvferry.node.view import RoomView
+from kvferry.proto.claim import Claim
 from kvferry.proto.effects import (
     Changed,
+    ClaimFacts,
+    Digest,
     Expose,
     Fence,
     Forget,
@@ -29,6 +36,7 @@ from kvferry.proto.effects import (
     Send,
     Stop,
     Submit,
+    Verify,
     WriteAux,
 )
 from kvferry.proto.offer import Offer
@@ -40,12 +48,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvferry.node")
 
+FRAMES_A_TURN = 32
+"""Frames of one connection that a thread takes in passing."""
+
 AFTER_POLL_S = 0.001
 IDLE_POLL_S = 1.0
 
 
 class Control:
-    """The thread and its loop."""
+    """The thread, its loop, and the turns that others take in its place."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -57,22 +68,50 @@ class Control:
         self.running = True
         self.ended: Reason | None = None
         self.beat = time.monotonic()
-        self._sleeping = False
+        self._later: deque[Callable[[], None]] = deque()
+        self._turn = threading.Lock()
+        self._helper = threading.local()
+        self._pause_s = 0.0
+        self._wakes_at = 0.0
         self._next_tick = 0.0
         self.thread = threading.Thread(target=self._main, name="kvferry-control", daemon=True)
 
     # -- any thread
 
     def call(self, action: Callable[[], None]) -> None:
-        """Have the control thread do something soon.
-
-        Only a sleeping thread is woken: the write would hand the interpreter over to it, and the caller would get it
-        back only a switch interval (5 ms) later, if the thread is busy.
-        """
+        """Have something short done soon: here and now, unless another thread has the turn."""
         self.calls.append(action)
-        if self._sleeping:
-            self._sleeping = False
-            self.links.wake()
+        if not getattr(self._helper, "at_it", False):
+            self.help()
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Have the thread itself do something that may take milliseconds."""
+        self._later.append(action)
+        self.links.wake()
+
+    def help(self) -> None:
+        """Do what there is to do, unless another thread is at it: that one looks again when it is through.
+
+        Never waits. Nobody holds the turn while bytes are copied: what was posted is written after it.
+        """
+        self._helper.at_it = True
+        try:
+            while self.running and (self.calls or self.links.has_news()) and self._turn.acquire(blocking=False):
+                try:
+                    wake = self._short_turn()
+                finally:
+                    self._turn.release()
+                self._help_others()
+                if wake:
+                    self.links.wake()
+                    return
+        finally:
+            self._helper.at_it = False
+
+    def _help_others(self) -> None:
+        """What was posted during the turn and is small."""
+        self.node.mover.help()
+        self.node.digests.help()
 
     def run(self, action: Callable[[], None]) -> None:
         """Have the control thread do something, and wait for it; not for schedulers' calls."""
@@ -82,23 +121,84 @@ class Control:
             action()
             done.set()
 
-        self.call(call)
+        self.later(call)
         if not done.wait(30.0):
             raise EngineError("the control thread did not answer within 30 s", hint="see health()")
+
+    # -- whoever has the turn
+
+    def _short_turn(self) -> bool:
+        """Take a few frames and all calls; returns whether the thread must be woken."""
+        if not self.running:
+            return False
+        try:
+            for received in self.links.take(FRAMES_A_TURN):
+                if self.board.is_short(received):
+                    self.board.received(received)
+                    self.perform()
+                else:
+                    self._later.append(partial(self.board.received, received))
+            if self._later:  # what came first goes first: the thread does both
+                return True
+            self._take_calls()
+            return self.links.has_news() or self._oversleeps()
+        except Exception as error:  # noqa: BLE001 - whatever it is, no state can be relied on any more
+            self._die(error)
+            return True
+
+    def _oversleeps(self) -> bool:
+        """Whether the thread, left alone, wakes too late for what has begun meanwhile."""
+        sleeps_s = self._wakes_at - time.monotonic()
+        if self.waiting_after:
+            return sleeps_s > 2 * AFTER_POLL_S
+        return sleeps_s > self.node.config.tick_s + 2 * AFTER_POLL_S and self._timeout() < sleeps_s
+
+    def _take_calls(self) -> None:
+        while self.calls:
+            self.calls.popleft()()
+        if self.waiting_after:
+            self._poll_after()
+        self.perform()
 
     # -- the thread
 
     def _main(self) -> None:
-        try:
-            while self.running:
-                self._step()
-        except Exception as error:
-            log.exception("the control thread died")
-            problem = f"the control thread died: {error!r}"
-            self.node.broken(problem)
-            self._fail_rooms(self.node.where.reason(Code.INTERNAL, problem, stage="node"))
-        finally:
+        while self.running:
+            self.links.wait(0.0 if self.calls or self._later else self._pause_s)
+            with self._turn:
+                self._long_turn()
+            self._help_others()
+        with self._turn:
             self.links.close()
+
+    def _long_turn(self) -> None:
+        try:
+            while self._later:
+                self._later.popleft()()
+                self.perform()
+            for received in self.links.take():
+                self.board.received(received)
+                self.perform()
+            self._take_calls()  # before the tick, which may forget a cleared room whose end is still to be shown
+            now = self.beat = time.monotonic()
+            if now >= self._next_tick:
+                self._next_tick = now + self.node.config.tick_s
+                self.book.on_tick(now)
+                self.board.tick(now)
+                self.node.claims.tick(now)
+            self.perform()
+            self._pause_s = self._timeout()
+            self._wakes_at = time.monotonic() + self._pause_s
+        except Exception as error:  # noqa: BLE001 - whatever it is, no state can be relied on any more
+            self._die(error)
+
+    def _die(self, error: Exception) -> None:
+        """What must not happen: no state can be relied on any more, so every room fails and the thread ends."""
+        self.running = False
+        log.error("the control thread died", exc_info=error)
+        problem = f"the control thread died: {error!r}"
+        self.node.problem = self.node.problem or problem
+        self._fail_rooms(self.node.where.reason(Code.INTERNAL, problem, stage="node"))
 
     def _fail_rooms(self, reason: Reason) -> None:
         """The thread ends: nobody else will tell those who wait, whether their rooms came to the book or not."""
@@ -108,29 +208,7 @@ class Control:
         for view in list(self.node.views.values()):
             view.update(KVPoll.Failed, reason, foreign=False, bytes_landed=view.bytes_landed)
 
-    def _step(self) -> None:
-        self._sleeping = True  # before the queue is looked at: who adds to it from here on wakes us
-        for received in self.links.poll(self._timeout()):
-            self._sleeping = False
-            self.board.received(received)
-            self.perform()
-        self._sleeping = False
-        while self.calls:
-            self.calls.popleft()()
-        if self.waiting_after:
-            self._poll_after()
-        self.perform()  # before the tick, which may forget a cleared room whose end is still to be shown
-        now = self.beat = time.monotonic()
-        if now >= self._next_tick:
-            self._next_tick = now + self.node.config.tick_s
-            self.book.on_tick(now)
-            self.board.tick(now)
-            self.node.claims.tick(now)
-        self.perform()
-
     def _timeout(self) -> float:
-        if self.calls:
-            return 0.0
         if self.waiting_after:
             return AFTER_POLL_S
         if self.book.idle and all(conn.ready for conn in self.board.conns.by_link.values()):
@@ -180,7 +258,24 @@ class Control:
             self.book.job_failed(time.monotonic(), effect.job, "the connection is gone", quiet=True)
             return
         route, limits = conn.route, self.node.limits
-        self.node.mover.write(effect.job, effect.peer, lambda: chunk_batches(route, effect, limits))
+        most = effect.info.expected_bytes
+        size = sys.maxsize if most is None else most
+        self.node.mover.write(effect.job, effect.peer, lambda: chunk_batches(route, effect, limits), size)
+
+    def _digest(self, effect: Digest) -> None:
+        conn = self.board.conns.by_peer.get(effect.peer)
+        if conn is None or conn.route is None:
+            self.book.job_failed(time.monotonic(), effect.job, "the connection is gone", quiet=True)
+        else:
+            self.node.digests.take(conn.route, effect)
+
+    def _verify(self, effect: Verify) -> None:
+        conn = self.board.conns.by_peer.get(effect.peer)
+        if conn is None or conn.route is None:
+            cause = "the connection is gone, nothing can be compared"
+            self.book.verified(time.monotonic(), effect.claim, effect.peer, cause)
+        else:
+            self.node.digests.verify(conn.route, effect)
 
     def _stop(self, effect: Stop) -> None:
         self.node.mover.stop(effect.job)
@@ -214,14 +309,24 @@ class Control:
         self.node.claims.write_aux(effect.claim, effect.aux)
 
     def _expose(self, effect: Expose) -> None:
-        facts = self.book.claims[effect.claim].facts
+        claim = self.book.claims[effect.claim]
+        facts = claim.facts
         assert facts is not None
         self.node.grant(effect.peers, effect.claim, facts.pages)
+        for peer in effect.peers:
+            self._expect_content(claim, peer, facts)
         view = self.node.views.get((Kind.CLAIM, effect.claim))
         if view is not None:
             view.pages_s = time.monotonic()
 
+    def _expect_content(self, claim: Claim, peer: PeerId, facts: ClaimFacts) -> None:
+        conn, digest = self.board.conns.by_peer.get(peer), self.book.peers[peer].digest
+        nbytes = claim.views[peer].expected_bytes or 0
+        if conn is not None and conn.route is not None and digest and nbytes:
+            self.node.digests.expect(conn.route, claim.id, peer, facts, nbytes, full=digest == "full")
+
     def _revoke(self, effect: Revoke) -> None:
+        self.node.digests.forget(effect.claim, effect.peers)
         for peer in effect.peers:
             self.node.grants.drop(peer, effect.claim)
 
@@ -241,7 +346,7 @@ class Control:
 
 
 _DO: dict[type, Callable[[Control, Any], None]] = {
-    Send: Control._send, Submit: Control._submit, Stop: Control._stop, Release: Control._release,
-    Changed: Control._changed, WriteAux: Control._write_aux, Expose: Control._expose, Revoke: Control._revoke,
-    Fence: Control._fence, Forget: Control._forget,
+    Send: Control._send, Submit: Control._submit, Digest: Control._digest, Verify: Control._verify,
+    Stop: Control._stop, Release: Control._release, Changed: Control._changed, WriteAux: Control._write_aux,
+    Expose: Control._expose, Revoke: Control._revoke, Fence: Control._fence, Forget: Control._forget,
 }  # fmt: skip

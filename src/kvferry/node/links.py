@@ -1,13 +1,17 @@
-"""The control plane's sockets: one bound ROUTER, one DEALER per dialled peer. Used by one thread.
+"""The control plane's sockets: one bound ROUTER, one DEALER per dialled peer. Used by one thread at a time.
 
 A dialled connection is watched through its own monitor, an accepted one through ROUTER_MANDATORY: sending to a
 peer that is gone fails at once. Heartbeats are libzmq's own, which runs in C: a process that holds the GIL for
 seconds stays connected, a stopped or killed one is noticed. Nothing here ever blocks or reconnects.
+
+libzmq's descriptor of a socket says that it has something to do, once: what a send does on the way is not said
+again. Sockets that may hold frames after a send, or after a burst, are therefore carried over to the next `take`.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,12 +20,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.errors import AddressError
+from kvferry.node.epoll import Epoll
 from kvferry.wire.codec import MAX_FRAME_BYTES
 
 MAX_SOCKETS = 16384
 BURST = 256
 """Frames taken from one socket before the others have their turn."""
 
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
 _UNSPOKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _UNSPOKEN |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -73,12 +79,17 @@ class Links:
         self._heartbeat_ms, self._timeout_ms = int(heartbeat_s * 1000), int(timeout_s * 1000)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._poller = zmq.Poller()
+        self._by_fd: dict[int, zmq.Socket[bytes]] = {}
         self._dialled: dict[zmq.Socket[bytes], Dialled] = {}
         self._accepted: dict[bytes, Accepted] = {}
+        self._carried: set[zmq.Socket[bytes]] = set()
+        self._news = Epoll()
         self._wake_lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poller.register(self._wake, zmq.POLLIN)
+        # the wake-up is no news: whoever takes the news must not take it from the thread that it is meant for
+        self._sleep = select.epoll()
+        self._sleep.register(self._wake, select.EPOLLIN)
+        self._sleep.register(self._news.fileno(), select.EPOLLIN)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._doorbell = self._router.get_monitor_socket(_UNSPOKEN)
@@ -88,16 +99,25 @@ class Links:
         except BaseException:
             self.close()
             raise
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._doorbell, zmq.POLLIN)
+        self._watch(self._router)
+        self._watch(self._doorbell)
 
     # -- any thread
 
     def wake(self) -> None:
-        """Make a running or the next `poll` return."""
+        """Make a running or the next `wait` return."""
         with self._wake_lock:  # close() may run at the same time; a reused descriptor is not ours to write
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
+
+    def has_news(self) -> bool:
+        """Whether `take` would find something. Costs a microsecond and keeps the interpreter."""
+        return bool(self._carried) or self._news.any()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is news or a wake-up; for one thread, which need not own the sockets meanwhile."""
+        if not self._carried and self._sleep.poll(timeout_s):
+            _drain(self._wake)
 
     # -- the owner
 
@@ -115,8 +135,8 @@ class Links:
             monitor = socket.get_monitor_socket(_LOST)
             link = Dialled(address, numeric, socket, monitor)
             self._dialled[socket] = self._dialled[monitor] = link
-            self._poller.register(socket, zmq.POLLIN)
-            self._poller.register(monitor, zmq.POLLIN)
+            self._watch(socket)
+            self._watch(monitor)
             socket.connect(numeric)
         except zmq.ZMQError as error:
             if socket in self._dialled:
@@ -128,11 +148,15 @@ class Links:
 
     def send(self, link: Link, data: bytes) -> bool:
         """Hand a frame to a connection; False if the connection is gone. A full queue drops the frame."""
+        socket = link.socket if isinstance(link, Dialled) else self._router
         try:
             if isinstance(link, Accepted):
-                self._router.send_multipart([link.routing_id, data], zmq.NOBLOCK)
-            elif isinstance(link, Dialled):
-                link.socket.send(data, zmq.NOBLOCK)
+                socket.send(link.routing_id, _MORE)
+                socket.send(data, zmq.NOBLOCK)
+            else:
+                socket.send(data, zmq.NOBLOCK)
+            if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._carried.add(socket)
         except zmq.Again:
             return True
         except zmq.ZMQError as error:
@@ -141,17 +165,17 @@ class Links:
             raise
         return True
 
-    def poll(self, timeout_s: float) -> Iterator[Received]:
-        """Wait for frames, news or a wake-up; yields what is there."""
-        for item, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
+    def take(self, burst: int = BURST) -> Iterator[Received]:
+        """Frames and news that are there, at most `burst` frames of a connection; to be read to its end."""
+        ready = self._carried.union(self._by_fd[fd] for fd in self._news.ready() if fd in self._by_fd)
+        self._carried = set()
+        for item in ready:
             if item is self._router:
-                yield from self._from_router()
-            elif item == self._wake:
-                _drain(self._wake)
+                yield from self._from_router(burst)
             elif item is self._doorbell:
                 self._count_unspoken()
             elif item in self._dialled:
-                yield from self._from_dialled(item, self._dialled[item])
+                yield from self._from_dialled(item, self._dialled[item], burst)
 
     def drop(self, link: Link) -> None:
         """Close a connection that this side made; forget one that the other side made."""
@@ -159,7 +183,7 @@ class Links:
             self._accepted.pop(link.routing_id, None)
         elif isinstance(link, Dialled) and link.socket in self._dialled:
             for socket in (link.socket, link.monitor):
-                self._poller.unregister(socket)
+                self._unwatch(socket)
                 del self._dialled[socket]
             link.socket.disable_monitor()
             link.monitor.close(0)
@@ -170,15 +194,32 @@ class Links:
         for link in set(self._dialled.values()):
             self.drop(link)
         self._router.disable_monitor()
+        self._unwatch(self._doorbell)
+        self._unwatch(self._router)
         self._doorbell.close(0)
         self._router.close(200)
         self._context.term()
+        self._sleep.close()
+        self._news.close()
         with self._wake_lock:
             wake, self._wake = self._wake, -1
         if wake >= 0:
             os.close(wake)
 
     # -- helpers
+
+    def _watch(self, socket: zmq.Socket[bytes]) -> None:
+        fd = int(socket.getsockopt(zmq.FD))
+        self._by_fd[fd] = socket
+        self._news.add(fd)
+        self._carried.add(socket)  # a socket that was never read from does not say that it has something
+
+    def _unwatch(self, socket: zmq.Socket[bytes]) -> None:
+        self._carried.discard(socket)
+        fd = next((fd for fd, watched in self._by_fd.items() if watched is socket), None)
+        if fd is not None:
+            del self._by_fd[fd]
+            self._news.remove(fd)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -215,8 +256,8 @@ class Links:
             recv_monitor_message(self._doorbell, zmq.NOBLOCK)
             self.unspoken += 1
 
-    def _from_router(self) -> Iterator[Received]:
-        for _ in range(BURST):
+    def _from_router(self, burst: int) -> Iterator[Received]:
+        for _ in range(burst):
             try:
                 parts = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -226,17 +267,24 @@ class Links:
             if link is None:
                 link = self._accepted[routing_id] = Accepted(routing_id)
             yield Received(link, parts[1] if len(parts) == 2 else b"".join(parts[1:]) + b"multipart")
+        self._carried.add(self._router)
 
-    def _from_dialled(self, item: zmq.Socket[bytes], link: Dialled) -> Iterator[Received]:
-        if item is link.monitor:
-            recv_monitor_message(link.monitor, zmq.NOBLOCK)
-            yield from self._frames(link)  # what came before the end is still heard
+    def _from_dialled(self, item: zmq.Socket[bytes], link: Dialled, burst: int) -> Iterator[Received]:
+        ended = item is link.monitor and self._monitored(link)
+        yield from self._frames(link, BURST if ended else burst)  # what came before the end is still heard
+        if ended:
             yield Received(link, None)
-        else:
-            yield from self._frames(link)
 
-    def _frames(self, link: Dialled) -> Iterator[Received]:
-        for _ in range(BURST):
+    @staticmethod
+    def _monitored(link: Dialled) -> bool:
+        try:
+            recv_monitor_message(link.monitor, zmq.NOBLOCK)
+        except zmq.Again:  # its descriptor also speaks of commands that bring no event
+            return False
+        return True
+
+    def _frames(self, link: Dialled, burst: int) -> Iterator[Received]:
+        for _ in range(burst):
             if link.socket.closed:  # dropped by whoever took the frame before
                 return
             try:
@@ -244,10 +292,12 @@ class Links:
             except zmq.Again:
                 return
             yield Received(link, parts[0] if len(parts) == 1 else b"".join(parts) + b"multipart")
+        if not link.socket.closed:
+            self._carried.add(link.socket)
 
 
 def _drain(descriptor: int) -> None:
     try:
         os.eventfd_read(descriptor)
-    except BlockingIOError:
+    except (BlockingIOError, OSError):
         return

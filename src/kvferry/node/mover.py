@@ -3,10 +3,14 @@
 Jobs take turns batch by batch, so that a large room can't hold up a small one, and an abort is "submit no further
 batch". A job ends when nothing of it is out any more, or when what is out ended without a proof; the proof (QUIET)
 is reported when the engine has it.
+
+Being "the one thread" is a lock, the *turn*: where the engine allows it (caps ANY_THREAD), the thread that posted a
+small job takes the turn, if nothing else is to be done, and writes the job itself (ADR 0007).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -15,13 +19,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from kvferry.engines.seam import Batch, Done, Engine, Outcome, Ticket
+from kvferry.engines.seam import Batch, Caps, Done, Engine, Outcome, Ticket
 from kvferry.errors import EngineError
 from kvferry.ids import PeerId
 
 log = logging.getLogger("kvferry.mover")
 
 T = TypeVar("T")
+
+SMALL_BYTES = 256 << 10
+SMALL_ROWS = 64
+"""What a thread that posts a job may write itself: some 30 us of copying."""
 
 BUSY_POLL_S = 0.001
 IDLE_POLL_S = 0.05
@@ -51,7 +59,9 @@ class Job:
     number: int
     peer: PeerId
     batches: Callable[[], Iterator[Batch]]
+    nbytes: int
     pending: Iterator[Batch] | None = None
+    peeked: Batch | None = None
     out: dict[Ticket, int] = field(default_factory=dict)
     unproven: set[Ticket] = field(default_factory=set)
     landed_bytes: int = 0
@@ -63,6 +73,14 @@ class Job:
         """Nothing more is submitted, and every ticket has ended one way or another."""
         return (self.exhausted or bool(self.cause)) and not self.out
 
+    def peek(self) -> None:
+        """Make the next batch, or find that there is none; raises what the plan raises."""
+        if self.peeked is None:
+            if self.pending is None:
+                self.pending = self.batches()
+            self.peeked = next(self.pending, None)
+            self.exhausted = self.peeked is None
+
 
 class Mover:
     """Owns the engine's thread. All public methods may be called from any thread."""
@@ -71,7 +89,10 @@ class Mover:
         self._engine = engine
         self._reports = reports
         self._in_flight = batches_in_flight
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: deque[Job | Callable[[], None]] = deque()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+        self._helped = Caps.ANY_THREAD in engine.caps
         self._ready: deque[Job] = deque()
         self._jobs: dict[int, Job] = {}
         self._by_ticket: dict[Ticket, Job] = {}
@@ -92,25 +113,41 @@ class Mover:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def write(self, job: int, peer: PeerId, batches: Callable[[], Iterator[Batch]]) -> None:
-        """Begin a job; `batches` is called on the mover's thread."""
-        self._inbox.put(lambda: self._begin(Job(job, peer, batches)))
+    def write(self, job: int, peer: PeerId, batches: Callable[[], Iterator[Batch]], nbytes: int) -> None:
+        """Post a job of at most nbytes bytes; it begins with the next `help`, on that thread or the mover's."""
+        self._inbox.append(Job(job, peer, batches, nbytes))
 
     def stop(self, job: int) -> None:
         """Submit nothing more of a job."""
-        self._inbox.put(lambda: self._stop(job))
+        self._post(lambda: self._stop(job))
 
     def attach(self, peer: PeerId, blob: bytes) -> None:
         """Connect the engine to a peer."""
-        self._inbox.put(lambda: self._attach(peer, blob))
+        self._post(lambda: self._attach(peer, blob))
 
     def detach(self, peer: PeerId) -> None:
         """Let the engine forget a peer."""
-        self._inbox.put(lambda: self._detach(peer))
+        self._post(lambda: self._detach(peer))
 
     def fence(self, peer: PeerId, claim: int | None) -> None:
         """Ask for a proof."""
-        self._inbox.put(lambda: self._fence(peer, claim))
+        self._post(lambda: self._fence(peer, claim))
+
+    def help(self) -> None:
+        """Write a small job that was posted, if the engine is idle; leave all else to the thread. Never waits."""
+        if not self._inbox:
+            return
+        while self._helped and self._is_small() and self._turn.acquire(blocking=False):
+            try:
+                self._small_turn()
+            finally:
+                self._turn.release()
+        if self._inbox or self._jobs:
+            self._bell.put(None)
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.append(action)
+        self._bell.put(None)
 
     def ask(self, question: Callable[[Engine], T], timeout_s: float) -> T:
         """Ask the engine something on its own thread, and wait for the answer; raises what it raises.
@@ -126,7 +163,7 @@ class Mover:
             except Exception as error:  # noqa: BLE001 - raised again, on the thread of whoever asked
                 done.put((None, error))
 
-        self._inbox.put(call)
+        self._post(call)
         try:
             answer, error = done.get(timeout=timeout_s)
         except queue.Empty:
@@ -137,7 +174,7 @@ class Mover:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the thread and close the engine."""
-        self._inbox.put(self._end)
+        self._post(self._end)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
@@ -145,30 +182,62 @@ class Mover:
 
     def _main(self) -> None:
         try:
+            pause_s = 0.0
             while self._running:
-                self._take_inbox()
-                self._renew_doubted()
-                self._submit_some()
-                self._collect()
+                self._sleep(0.0 if self._inbox else pause_s)
+                with self._turn:
+                    self._take_inbox()
+                    self._renew_doubted()
+                    self._submit_some()
+                    self._collect(BUSY_POLL_S if self._only_waits() else 0.0)
+                    pause_s = self._pause_s()
         except Exception as error:
             log.exception("the mover of engine %s died", self._engine.name)
             self._reports.broken(f"the mover thread of engine {self._engine.name} died: {error!r}")
         finally:
-            self._engine.close()
+            with self._turn:
+                self._running = False
+                self._engine.close()
+
+    def _pause_s(self) -> float:
+        if self._ready or self._attaching or any(job.out for job in self._jobs.values()):
+            return 0.0
+        return IDLE_POLL_S if self._by_ticket or self._fences else QUIET_POLL_S
+
+    def _sleep(self, pause_s: float) -> None:
+        """Wait for the bell; whoever finds the turn taken leaves its job to who has it, who looks for it here."""
+        with contextlib.suppress(queue.Empty):
+            self._bell.get(pause_s > 0.0, pause_s or None)
+            while True:
+                self._bell.get_nowait()
 
     def _take_inbox(self) -> None:
-        timeout = QUIET_POLL_S
-        if self._ready or self._attaching or any(job.out for job in self._jobs.values()):
-            timeout = 0.0
-        elif self._by_ticket or self._fences:
-            timeout = IDLE_POLL_S
+        while self._inbox and self._running:
+            item = self._inbox.popleft()
+            if isinstance(item, Job):
+                self._begin(item)
+            else:
+                item()
+
+    def _is_small(self) -> bool:
+        """Whether the next thing to do is a small job, and the only one."""
         try:
-            call = self._inbox.get(timeout > 0.0, timeout or None)
-            while self._running:
-                call()
-                call = self._inbox.get_nowait()
-        except queue.Empty:
+            item = self._inbox[0]
+        except IndexError:
+            return False
+        return isinstance(item, Job) and item.nbytes <= SMALL_BYTES and not self._jobs
+
+    def _small_turn(self) -> None:
+        """Write one small job on the thread that posted it."""
+        if not self._running or not self._is_small():
             return
+        job = self._inbox.popleft()
+        assert isinstance(job, Job)
+        self._begin(job)
+        if self._make_next(job) and job.peeked is not None and len(job.peeked) > SMALL_ROWS:
+            return
+        self._submit_some()
+        self._collect(0.0)
 
     def _end(self) -> None:
         self._running = False
@@ -225,16 +294,21 @@ class Mover:
                 self._settle(job)
 
     def _submit_next(self, job: Job) -> bool:
+        """Submit a batch, if there is one, and make the next; says whether there is one."""
+        return self._make_next(job) and self._submit(job) and self._make_next(job)
+
+    @staticmethod
+    def _make_next(job: Job) -> bool:
         try:
-            if job.pending is None:
-                job.pending = job.batches()
-            batch = next(job.pending, None)
-            if batch is None:
-                job.exhausted = True
-                return False
+            job.peek()
         except Exception as error:  # noqa: BLE001 - a plan that can't be made fails this room, not the mover
-            job.cause = f"the plan can't be made: {error}"
+            job.cause = job.cause or f"the plan can't be made: {error}"
             return False
+        return not job.exhausted
+
+    def _submit(self, job: Job) -> bool:
+        batch, job.peeked = job.peeked, None
+        assert batch is not None
         try:
             ticket = self._engine.submit(job.peer, batch)
         except Exception as error:
@@ -248,10 +322,13 @@ class Mover:
         self._peer_out[job.peer] = self._peer_out.get(job.peer, 0) + 1
         return True
 
-    def _collect(self) -> None:
+    def _only_waits(self) -> bool:
+        """Whether all that is left to do is to wait for the engine."""
         out = bool(self._attaching) or any(job.out for job in self._jobs.values())
-        waiting = out and not self._may_submit()
-        for done in self._engine.poll(BUSY_POLL_S if waiting else 0.0):
+        return out and all(self._must_wait(job.peer) for job in self._ready)
+
+    def _collect(self, budget_s: float) -> None:
+        for done in self._engine.poll(budget_s):
             if done.ticket in self._attaching:
                 peer = self._attaching.pop(done.ticket)
                 self._reports.attached(peer, "" if done.outcome is Outcome.LANDED else _text(done))
@@ -261,9 +338,6 @@ class Mover:
                     self._reports.fenced(peer, claim)
             elif done.ticket in self._by_ticket:
                 self._ended(self._by_ticket[done.ticket], done)
-
-    def _may_submit(self) -> bool:
-        return any(not self._must_wait(job.peer) for job in self._ready)
 
     def _must_wait(self, peer: PeerId) -> bool:
         return self._peer_out.get(peer, 0) >= self._in_flight or peer in self._attaching.values()

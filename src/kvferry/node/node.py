@@ -22,6 +22,7 @@ from kvferry.node.aux import AuxBuffer, AuxRows
 from kvferry.node.claims import Claims
 from kvferry.node.conns import Conns
 from kvferry.node.control import Control
+from kvferry.node.digests import Digests
 from kvferry.node.hosts import control_plane, data_plane, tcp_endpoint
 from kvferry.node.links import Links
 from kvferry.node.mover import Mover, Reports
@@ -79,6 +80,7 @@ class Node:
         self.opening: set[RoomView] = set()
         self.problem = ""
         self.epoch = 0
+        self._closed = False
         self.book = Book(_times(config), self.where)
         self.conns = Conns(layout, tuple(group) or (layout,))
         self._open_engine()
@@ -93,6 +95,9 @@ class Node:
         self.endpoint = tcp_endpoint(control.advertised, self.links.port)
         self.resolver = Resolver()
         self.claims = Claims(self)
+        self.regions = regions(layout)
+        self.digest = config.digest if all(region.device < 0 for region in self.regions) else ""
+        self.digests = Digests(self)
         self.control = Control(self)
         self.mover = Mover(self.engine, self._reports(), config.batches_in_flight)
         self.mover.start()
@@ -136,7 +141,7 @@ class Node:
         """What peers are told at the handshake."""
         return KVArgsRegisterInfo(
             layout=self.layout, engines={self.engine_name: self._blob}, side=self.side.value,
-            aux_bytes=self.aux.item_bytes, address=self.endpoint,
+            aux_bytes=self.aux.item_bytes, address=self.endpoint, digest=self.digest,
         )  # fmt: skip
 
     def open_offer(self, view: RoomView) -> int:
@@ -180,6 +185,7 @@ class Node:
         def switch() -> None:
             self.control.board.dismiss(reason)  # who shook hands in between has heard of the old memory
             self.layout, self.aux, self._blob = layout, rows, blob
+            self.regions = regions(layout)
             self.conns = self.control.board.conns = Conns(layout, group or (layout,))
             self.epoch += 1
 
@@ -229,16 +235,18 @@ class Node:
 
     def close(self, reason: Reason | None = None) -> None:
         """Fail what is live, wait briefly for writes to end, say goodbye, stop all threads. May be called twice."""
-        if os.getpid() != self._pid or not self.control.running:
+        if os.getpid() != self._pid or self._closed:
             return
+        self._closed = True
         reason = reason or self.where.reason(Code.SHUTDOWN, "the manager was shut down", stage="shutdown")
         self.control.call(lambda: self.book.shutdown(time.monotonic(), reason))
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and self.control.thread.is_alive() and self._busy():
             time.sleep(0.01)
-        self.control.call(lambda: self.control.leave(reason))
+        self.control.later(lambda: self.control.leave(reason))
         self.control.thread.join(5.0)
         self.mover.close()
+        self.digests.close()
         self.resolver.close()
 
     # -- helpers
@@ -290,7 +298,7 @@ class Node:
             landed=lambda job, nbytes: post(lambda: book.job_landed(now(), job, nbytes)),
             failed=lambda job, cause, quiet: post(lambda: book.job_failed(now(), job, cause, quiet=quiet)),
             quiet=lambda job: post(lambda: book.job_quiet(now(), job)),
-            attached=lambda peer, cause: post(lambda: self.control.board.attached(peer, cause)),
+            attached=lambda peer, cause: self.control.later(lambda: self.control.board.attached(peer, cause)),
             fenced=lambda peer, claim: post(lambda: book.fence_done(now(), peer, claim)),
             broken=self.broken,
         )

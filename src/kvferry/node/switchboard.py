@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from kvferry.config import DIGESTS
 from kvferry.errors import Blame, Code, Reason, WireError
 from kvferry.ids import PeerId
 from kvferry.node.conns import Conn, lost_reason
@@ -43,6 +44,11 @@ class Switchboard:
         self.links = node.links
 
     # -- frames
+
+    def is_short(self, received: Received) -> bool:
+        """Whether to take it is a matter of microseconds: a frame of a peer that has shaken hands."""
+        conn = self.conns.by_link.get(received.link)
+        return conn is not None and conn.ready and conn.announced and received.data is not None
 
     def received(self, received: Received) -> None:
         """Take a frame, or the news that a connection is gone."""
@@ -130,7 +136,8 @@ class Switchboard:
             self.conns.accept(conn, self.node.is_prefill)
             assert conn.peer is not None
             assert conn.route is not None
-            self.book.peer_ready(time.monotonic(), conn.peer, conn.route, conn.name)
+            digest = stronger(self.node.digest, conn.theirs.digest)
+            self.book.peer_ready(time.monotonic(), conn.peer, conn.route, conn.name, digest)
             for older in self.conns.older(conn):
                 self.lose(older, f"another connection to the same process, {conn.peer}, replaced this one")
             self.node.claims.look()
@@ -218,3 +225,11 @@ class Switchboard:
         for conn in list(self.conns.by_link.values()):
             if conn.peer is not None:
                 self.links.send(conn.link, encode(Frame(conn.handshake.me, conn.peer, Bye(reason))))
+
+
+def stronger(mine: str, theirs: str) -> str:
+    """The digest that two peers take: the stronger wish; none where one side's memory can't be read or both say off."""
+    if not (mine in DIGESTS and theirs in DIGESTS):
+        return ""
+    found = max(mine, theirs, key=DIGESTS.index)
+    return "" if found == "off" else found

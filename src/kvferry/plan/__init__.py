@@ -4,15 +4,19 @@ from kvferry.plan.batch import Batch, Limits
 from kvferry.plan.batches import batches
 from kvferry.plan.elect import Election, Share, elect, fan_in, holding
 from kvferry.plan.indices import group_concurrent_contiguous
-from kvferry.plan.route import Leg, Pieces, Route, route
-from kvferry.plan.runs import PageList, Runs, runs
+from kvferry.plan.pieces import Pieces
+from kvferry.plan.route import Leg, Route, route
+from kvferry.plan.runs import PageList, Part, Runs, runs
+from kvferry.plan.small import SMALL_BYTES, small_batch
 
 __all__ = [
+    "SMALL_BYTES",
     "Batch",
     "Election",
     "Leg",
     "Limits",
     "PageList",
+    "Part",
     "Pieces",
     "Route",
     "Runs",
@@ -24,4 +28,5 @@ __all__ = [
     "holding",
     "route",
     "runs",
+    "small_batch",
 ]

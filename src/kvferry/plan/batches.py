@@ -11,7 +11,8 @@ import numpy.typing as npt
 from kvferry.errors import InputError
 from kvferry.layout.deal import I64
 from kvferry.plan.batch import Batch, Limits
-from kvferry.plan.route import Leg, Pieces, Route
+from kvferry.plan.pieces import Pieces
+from kvferry.plan.route import Leg, Route
 from kvferry.plan.runs import Runs
 
 

@@ -18,35 +18,20 @@ from kvferry.errors import InputError, LayoutError
 from kvferry.ids import Rank
 from kvferry.layout.agree import supports
 from kvferry.layout.deal import I64, can_meet
-from kvferry.layout.elements import elements, in_space, kinds_of
+from kvferry.layout.elements import ID_BITS, elements, in_space, kinds_of
 from kvferry.layout.space import Space
 from kvferry.layout.tensor import Layout
-from kvferry.plan.overlap import common_extent, overlap
+from kvferry.plan.canary import Look, Marks, look, marks
+from kvferry.plan.overlap import Overlap, common_extent, overlap
+from kvferry.plan.pattern import MOST_ROWS, Pattern, pattern
+from kvferry.plan.pieces import Pieces
+from kvferry.plan.recent import Recent
 
+KEPT_RUNS = 1024
+"""Requests of at most so many pages are planned once per size."""
 
-@dataclass(frozen=True)
-class Pieces:
-    """Pieces with the same strides. Index 0 is the source, 1 the destination.
-
-    Granule g of page p of piece k starts at base[:, k] + p * page + g * token.
-
-    Attributes:
-        base: int64[2, K] addresses.
-        nbytes: int64[K] length of one granule.
-        page: bytes from page to page.
-        token: bytes from granule to granule.
-        granule: tokens that one granule covers.
-        dense: consecutive granules of a page are contiguous on both sides.
-        linear: consecutive granules are contiguous on both sides, across pages too.
-    """
-
-    base: I64
-    nbytes: I64
-    page: tuple[int, int]
-    token: tuple[int, int]
-    granule: int
-    dense: bool
-    linear: bool
+KEPT_LOOK_BYTES = 1 << 20
+"""Of requests of at most so many bytes the places of the canary are kept as well, about 1 % of that."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +45,7 @@ class Leg:
         pieces: what to copy of each token.
         page_pieces: what to copy where a whole page goes to a whole page, instead of the dense pieces that
             aren't linear: there neighbouring heads, fields and layers are contiguous as well.
+        marks: the elements one by one, for the canary.
     """
 
     src: Space
@@ -67,6 +53,44 @@ class Leg:
     pages: tuple[int, int]
     pieces: tuple[Pieces, ...]
     page_pieces: tuple[Pieces, ...]
+    marks: Marks
+    _overlaps: Recent[Overlap] = field(default_factory=Recent, compare=False, repr=False)
+    _patterns: Recent[Pattern] = field(default_factory=Recent, compare=False, repr=False)
+    _looks: Recent[Look] = field(default_factory=Recent, compare=False, repr=False)
+
+    def overlap(self, lo: int, hi: int, num_tokens: int, *, few: bool = False) -> Overlap:
+        """The tokens of [lo, hi) that both sides hold, in runs that lie in one page on each side.
+
+        With `few`, a large request is not cut at its pages: for who only counts, and does not trust the numbers.
+        """
+        if few and hi - lo > KEPT_RUNS * min(self.src.page_tokens, self.dst.page_tokens):
+            return overlap(self.src, self.dst, lo, hi, num_tokens, by_page=False)
+        return self._overlaps.get(
+            (lo, hi, num_tokens),
+            lambda: overlap(self.src, self.dst, lo, hi, num_tokens, by_page=True),
+            lambda found: len(found.tokens) <= KEPT_RUNS,
+        )
+
+    def pattern(self, lo: int, hi: int, num_tokens: int) -> Pattern:
+        """The rows of the tokens [lo, hi) without their pages; kept if they are few."""
+        return self._patterns.get(
+            (lo, hi, num_tokens),
+            lambda: pattern(self.pieces, self.overlap(lo, hi, num_tokens), self.page_tokens),
+            lambda found: len(found.nbytes) <= MOST_ROWS,
+        )
+
+    @property
+    def page_tokens(self) -> tuple[int, int]:
+        """Tokens per page at the source and the destination."""
+        return self.src.page_tokens, self.dst.page_tokens
+
+    def look(self, lo: int, hi: int, num_tokens: int, side: int, *, full: bool) -> Look:
+        """Where the canary of tokens [lo, hi) looks on one side (0 the source, 1 the destination)."""
+        nbytes = (hi - lo) * sum(int(p.nbytes.sum()) // p.granule for p in self.pieces)
+        found = look(self.marks, self.overlap(lo, hi, num_tokens), self.page_tokens, side, full=full)
+        if full or nbytes > KEPT_LOOK_BYTES:
+            return found
+        return self._looks.get((lo, hi, num_tokens, side), found.kept, lambda _: True)
 
     @property
     def granule(self) -> int:
@@ -135,7 +159,7 @@ class Route:
         total = 0
         for name, leg in self.legs.items():
             lo, hi = leg.extent(prefix_tokens, num_tokens, (rows or {}).get(name, 0))
-            tokens = overlap(leg.src, leg.dst, lo, hi, num_tokens, by_page=False).tokens
+            tokens = leg.overlap(lo, hi, num_tokens, few=True).tokens
             total += sum(int(p.nbytes.sum()) * int((-(-tokens // p.granule)).sum()) for p in leg.pieces)
         return total
 
@@ -151,11 +175,12 @@ def route(src: Layout, dst: Layout) -> Route:
     table, keys = _common(src, dst)
     legs = {}
     for space in dst.spaces:
-        chosen = table.take(in_space(keys, kinds_of(dst), space.name))
+        here = in_space(keys, kinds_of(dst), space.name)
+        chosen = table.take(here)
         own = next((own for own in src.spaces if own.name == space.name), None)
         if own is not None and len(chosen.nbytes) and can_meet(own.deal, space.deal):
             pages = tuple(_pages(side, space.name) for side in (src, dst))
-            legs[space.name] = _leg(own, space, (pages[0], pages[1]), chosen)
+            legs[space.name] = _leg(own, space, (pages[0], pages[1]), chosen, chosen.marks(keys[here]))
     return Route(src.rank, dst.rank, legs)
 
 
@@ -172,6 +197,10 @@ class _Table:
 
     def take(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> _Table:
         return _Table(*(column[..., chosen] for column in vars(self).values()))
+
+    def marks(self, keys: I64) -> Marks:
+        layer = keys >> ID_BITS & (1 << ID_BITS) - 1
+        return marks(keys, layer, self.base, self.page, self.token, self.nbytes, self.granule)
 
     def dense(self) -> npt.NDArray[np.bool_]:
         return np.asarray(np.all(self.nbytes == self.token, axis=0))
@@ -194,7 +223,7 @@ def _pages(layout: Layout, space: str) -> int:
     return min(tensor.pages for tensor in layout.tensors if tensor.space == space)
 
 
-def _leg(src: Space, dst: Space, pages: tuple[int, int], table: _Table) -> Leg:
+def _leg(src: Space, dst: Space, pages: tuple[int, int], table: _Table, marks: Marks) -> Leg:
     page_tokens = np.array([[src.page_tokens], [dst.page_tokens]])
     # with one granule per page the token stride means nothing: let it go on to the next page
     table = replace(table, token=np.where(table.granule == page_tokens, table.page, table.token))
@@ -206,7 +235,7 @@ def _leg(src: Space, dst: Space, pages: tuple[int, int], table: _Table) -> Leg:
         nbytes=by_page.nbytes * dst.page_tokens // by_page.granule,
         granule=np.full_like(by_page.granule, dst.page_tokens),
     )
-    return Leg(src, dst, pages, _grouped(table, page_tokens), _grouped(_merged(whole), page_tokens))
+    return Leg(src, dst, pages, _grouped(table, page_tokens), _grouped(_merged(whole), page_tokens), marks)
 
 
 def _merged(table: _Table) -> _Table:

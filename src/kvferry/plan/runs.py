@@ -10,7 +10,6 @@ import numpy.typing as npt
 from kvferry.errors import InputError
 from kvferry.layout.deal import I64, slots_below
 from kvferry.layout.space import Space
-from kvferry.plan.overlap import overlap
 from kvferry.plan.route import Route
 
 
@@ -42,30 +41,40 @@ class Runs(NamedTuple):
     tokens: I64
 
 
-def runs(
-    route: Route, space: str, prefix_tokens: int, num_tokens: int, src: PageList, dst: PageList, rows: int = 0
-) -> Runs:
-    """Find the tokens of [prefix_tokens, num_tokens) that the source's pages hold for the destination's.
+class Part(NamedTuple):
+    """What one space contributes to a chunk.
 
-    Args:
-        route: of the two ranks.
+    Attributes:
         space: name of the space.
         prefix_tokens: tokens that decode already has; they are never written.
         num_tokens: tokens of the request.
         src: the source's pages: of the whole request or of one chunk. What lies outside is left out.
         dst: the destination's pages; they must hold all of its tokens from prefix_tokens on.
         rows: number of rows, where the coverage is Rows.
+    """
+
+    space: str
+    prefix_tokens: int
+    num_tokens: int
+    src: PageList
+    dst: PageList
+    rows: int = 0
+
+
+def runs(route: Route, part: Part) -> Runs:
+    """Find the tokens of [prefix_tokens, num_tokens) that the source's pages hold for the destination's.
 
     Raises:
         InputError: the destination's list is too short, a page number lies outside the pool, a list starts
             inside a page, the prefix lies inside a granule, or the numbers are out of bounds.
     """
+    space, prefix_tokens, num_tokens, src, dst, rows = part
     leg = route.leg(space)
     _check_pages("prefill", leg.src, leg.pages[0], src)
     _check_pages("decode", leg.dst, leg.pages[1], dst)
     lo, hi = leg.extent(prefix_tokens, num_tokens, rows)
     _check_held(leg.dst, slots_below(leg.dst, lo, num_tokens), slots_below(leg.dst, hi, num_tokens), dst)
-    found = overlap(leg.src, leg.dst, lo, hi, num_tokens, by_page=True)
+    found = leg.overlap(lo, hi, num_tokens)
     first, end = src.first_slot, src.first_slot + len(src.indices) * leg.src.page_tokens
     here = (found.src_slot >= first) & (found.src_slot < end)
     src_slot = _physical(src, found.src_slot[here], leg.src.page_tokens)

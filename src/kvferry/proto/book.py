@@ -42,7 +42,7 @@ from kvferry.proto.rules import (
     PeerState,
     fire,
 )
-from kvferry.wire import Tick, TransferInfo, TransferStatus
+from kvferry.wire import Canary, Tick, TransferInfo, TransferStatus
 
 ROOM_MESSAGES = (TransferInfo, TransferStatus, Tick)
 """What `receive` takes; a peer can send any kind of message at any time."""
@@ -212,14 +212,14 @@ class Book:
 
     # -- peers
 
-    def peer_ready(self, now: float, peer: PeerId, size: RouteSize, name: str = "") -> None:
+    def peer_ready(self, now: float, peer: PeerId, size: RouteSize, name: str = "", digest: str = "") -> None:
         """Both sides have registered. Lower epochs of the same process are lost by that."""
         self.now = now
         for other in list(self.peers.values()):
             if other.id.incarnation == peer.incarnation and other.id.epoch < peer.epoch:
                 cause = f"{peer} replaced {other.id}"
                 self.peer_lost(now, other.id, self.where.reason(Code.PEER_LOST, cause, peer=self.named(other.id)))
-        record = self.peers.setdefault(peer, Peer(peer, size, name))
+        record = self.peers.setdefault(peer, Peer(peer, size, name, digest))
         if record.state is PeerState.SHAKING:
             fire(PEER, record, PeerEvent.REGISTERED)
         self._flush()
@@ -315,6 +315,22 @@ class Book:
         """All of the job has landed."""
         self._job(now, job, nbytes, landed=True)
 
+    def job_digested(self, now: float, job: int, canary: Canary) -> None:
+        """A digest has been taken."""
+        link = self.jobs.get(job)
+        if link is not None:
+            link.canary = canary
+        self._job(now, job, 0, landed=False)
+
+    def verified(self, now: float, number: int, peer: PeerId, cause: str) -> None:
+        """What landed from a source was compared with what it sent; `cause` says what differs, "" that nothing does."""
+        self.now = now
+        claim = self.claims.get(number)
+        if claim is not None and peer in claim.views:
+            self.late(fire(CLAIM, claim, ClaimEvent.VERIFIED, claim.views[peer], cause))
+            claim.consider()
+            self._done(claim)
+
     def job_quiet(self, now: float, job: int) -> None:
         """The job ended earlier without a proof; now nothing of it can land any more."""
         self._job(now, job, 0, landed=False)
@@ -404,6 +420,12 @@ class Book:
         """The job is over."""
         del self.jobs[job]
 
+    def changed(self, kind: Kind, number: int) -> None:
+        """The room may look different now; said once for what happens at once."""
+        effect = Changed(kind, number)
+        if not self.effects or self.effects[-1] != effect:
+            self.emit(effect)
+
     def bury(self, offer: Offer) -> None:
         """Remember why a room failed, for claims of it that are still to come."""
         assert offer.reason is not None
@@ -464,7 +486,7 @@ class Book:
 
     def _done(self, thing: Offer | Claim) -> int:
         kind = Kind.OFFER if isinstance(thing, Offer) else Kind.CLAIM
-        self.emit(Changed(kind, thing.id))
+        self.changed(kind, thing.id)
         self._flush()
         return thing.id
 

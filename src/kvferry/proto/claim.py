@@ -13,7 +13,7 @@ from kvferry.errors import Blame, Code, InputError, Reason
 from kvferry.ids import KVPoll, PeerId
 from kvferry.proto import rules
 from kvferry.proto.dialogue import Dialogue
-from kvferry.proto.effects import Changed, ClaimFacts, Expose, Fence, Kind, Release, Revoke, Source, WriteAux
+from kvferry.proto.effects import ClaimFacts, Expose, Fence, Kind, Release, Revoke, Source, Verify, WriteAux
 from kvferry.proto.rules import CLAIM, ClaimEvent, ClaimState, PeerState, fire
 from kvferry.wire import InfoPhase, StatusPhase, TransferInfo, TransferStatus
 
@@ -32,6 +32,9 @@ class SourceView:
         self.expected_bytes: int | None = None
         self.exposed = False
         self.quiet_seen = False
+        self.verifying = False
+        self.verified = False
+        self.differs = ""
         self.moved_at = 0.0
 
     @property
@@ -41,8 +44,9 @@ class SourceView:
 
     @property
     def quiet(self) -> bool:
-        """Nothing of this source can land in the claim's pages."""
-        return not self.exposed or self.quiet_seen or self._peer_state in rules.PROVES_QUIET
+        """Nothing of this source can land in the claim's pages, and nobody reads them to compare."""
+        landed = not self.exposed or self.quiet_seen or self._peer_state in rules.PROVES_QUIET
+        return landed and not self.verifying
 
     @property
     def delivered(self) -> bool:
@@ -148,7 +152,7 @@ class Claim:
             self._consider_views()
         if self.state in rules.DRAINS and all(view.quiet for view in self.views.values()):
             fire(CLAIM, self, ClaimEvent.DRAINED)
-        self.book.emit(Changed(Kind.CLAIM, self.id))
+        self.book.changed(Kind.CLAIM, self.id)
 
     def resolved(self, sources: list[Source]) -> None:
         """The sources are known and shook hands; of a claim that has failed meanwhile they hear just that."""
@@ -211,6 +215,10 @@ class Claim:
         """Take a newer status of one source."""
         view.merge(status)
 
+    def judge(self, view: SourceView, cause: str) -> None:
+        """What landed from one source was compared with what it sent."""
+        view.verifying, view.verified, view.differs = False, True, cause
+
     def write_aux(self) -> None:
         """Put the metadata row into its slot; the first source that has one wins (the caller ordered them)."""
         if self._aux:
@@ -259,7 +267,10 @@ class Claim:
                 if status.bytes_landed != view.expected_bytes:
                     self.failing(self._bytes_differ(view, status))
                     return
-                delivered += 1
+                if view.differs:
+                    self.failing(self._content_differs(view))
+                    return
+                delivered += self._is_verified(view, status)
         if delivered and delivered == len(self.views):
             self._complete()
 
@@ -274,6 +285,21 @@ class Claim:
             self.failing(self.book.where.reason(Code.REFUSED, cause, stage="delivery", blame=Blame.PEER))
         else:
             fire(CLAIM, self, ClaimEvent.COMPLETE)
+
+    def _is_verified(self, view: SourceView, status: TransferStatus) -> bool:
+        """Whether what landed equals what was sent, as far as a canary tells; without one nothing is known."""
+        if status.canary is None or view.verified:
+            return True
+        if not view.verifying and self.facts is not None:
+            view.verifying = True
+            self.book.emit(Verify(self.id, view.peer, status.canary, self.facts, status.bytes_landed))
+        return False
+
+    def _content_differs(self, view: SourceView) -> Reason:
+        cause = f"the bytes that landed are not those that were sent: {view.differs}"
+        return self.book.where.reason(
+            Code.CONTENT_DIFFERS, cause, peer=self.book.named(view.peer), stage="delivery", blame=Blame.ENGINE
+        )
 
     def _bytes_differ(self, view: SourceView, status: TransferStatus) -> Reason:
         cause = f"the source says {status.bytes_landed} bytes landed, {view.expected_bytes} were expected"

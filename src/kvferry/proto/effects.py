@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.errors import Reason
 from kvferry.ids import PeerId
-from kvferry.wire import Tick, TransferInfo, TransferStatus
+from kvferry.wire import Canary, Tick, TransferInfo, TransferStatus
 
 
 class Kind(enum.Enum):
@@ -159,6 +159,40 @@ class Submit(msgspec.Struct, frozen=True):
     end_tokens: int
 
 
+class Digest(msgspec.Struct, frozen=True):
+    """Take the canary of all that one link sends; the shell answers with job_digested or job_failed.
+
+    Attributes:
+        job: number of this job.
+        peer: where the bytes go to.
+        chunks: all of the offer.
+        info: the claim's pages and prefix.
+        first_token: the token that the offer's first page holds first.
+        end_tokens: the token after the last one that is copied.
+        full: of every byte.
+        nbytes: how many bytes the link moves.
+    """
+
+    job: int
+    peer: PeerId
+    chunks: tuple[Chunk, ...]
+    info: TransferInfo
+    first_token: int
+    end_tokens: int
+    full: bool
+    nbytes: int
+
+
+class Verify(msgspec.Struct, frozen=True):
+    """Compare a source's canary with what has landed; the shell answers with `verified`."""
+
+    claim: int
+    peer: PeerId
+    canary: Canary
+    facts: ClaimFacts
+    nbytes: int
+
+
 class Stop(msgspec.Struct, frozen=True):
     """Submit nothing more of a job; job_ended still follows when what is out has ended."""
 
@@ -214,7 +248,7 @@ class Forget(msgspec.Struct, frozen=True):
     id: int
 
 
-Effect = Send | Submit | Stop | Release | Changed | WriteAux | Expose | Revoke | Fence | Forget
+Effect = Send | Submit | Digest | Verify | Stop | Release | Changed | WriteAux | Expose | Revoke | Fence | Forget
 Emit = Callable[[Effect], None]
 
 

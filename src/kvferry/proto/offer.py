@@ -12,9 +12,9 @@ from kvferry.errors import Code, Reason
 from kvferry.ids import KVPoll, PeerId
 from kvferry.proto import match, rules
 from kvferry.proto.dialogue import Dialogue
-from kvferry.proto.effects import Changed, Chunk, Kind, OfferFacts, Release, Stop, Submit
+from kvferry.proto.effects import Chunk, Digest, Kind, OfferFacts, Release, Stop, Submit
 from kvferry.proto.rules import OFFER, OfferEvent, OfferState, fire
-from kvferry.wire import InfoPhase, StatusPhase, TransferInfo, TransferStatus
+from kvferry.wire import Canary, InfoPhase, StatusPhase, TransferInfo, TransferStatus
 
 if TYPE_CHECKING:
     from kvferry.proto.book import Book
@@ -38,6 +38,8 @@ class Link:
         self.moved_at = 0.0
         self.told_at = 0.0
         self.jobs: dict[int, Chunk] = {}
+        self.digested = False
+        self.canary: Canary | None = None
 
     def own_bytes(self, facts: OfferFacts) -> int:
         """What this side computes that the claim is to get over this link."""
@@ -77,7 +79,8 @@ class Link:
             rev=self.talk.rev, ack=self.talk.seen, want_ack=not self.talk.settled,
             phase=self.phase, chunks_landed=self.chunks_landed, chunks_total=self.posted,
             bytes_landed=self.bytes_landed, quiet=not self.jobs,
-            aux=self.offer.aux if self.offer and delivered else b"", reason=self.reason,
+            aux=self.offer.aux if self.offer and delivered else b"", canary=self.canary if delivered else None,
+            reason=self.reason,
         )  # fmt: skip
 
     @property
@@ -155,7 +158,7 @@ class Offer:
                 fire(OFFER, self, OfferEvent.COMPLETE)
         elif self.state in rules.DRAINS and not self.outstanding:
             fire(OFFER, self, OfferEvent.DRAINED)
-        self.book.emit(Changed(Kind.OFFER, self.id))
+        self.book.changed(Kind.OFFER, self.id)
 
     def deadlines(self, now: float) -> None:
         """Look at the clocks that run in this state."""
@@ -225,6 +228,8 @@ class Offer:
         for link in self.links:
             while (chunk := self._next_chunk(link)) is not None and self.state in rules.LIVE_OFFERS:
                 fire(OFFER, self, OfferEvent.POST, link, chunk)
+            if self._wants_digest(link):
+                self._take_digest(link)
 
     def post(self, link: Link, chunk: Chunk) -> None:
         """Hand a chunk to the mover."""
@@ -235,9 +240,21 @@ class Offer:
         link.moved_at = self.book.now
         if link.phase is StatusPhase.QUEUED:
             link.phase = StatusPhase.SENDING
-            link.publish()
+            link.talk.publish()  # said on the next tick, unless more is to be said before: most rooms are over by then
         end = match.end_tokens(self.facts, link.info)
         self.book.emit(Submit(job, link.peer, self.id, chunk, link.info, self.facts.first_token, end))
+
+    def _take_digest(self, link: Link) -> None:
+        """Have the canary taken while the last chunk is on its way; to whoever waits it is one more job."""
+        assert self.facts is not None
+        link.digested = True
+        job = self.book.new_job(link)
+        link.jobs[job] = self.chunks[-1]
+        full = self.book.peers[link.peer].digest == "full"
+        end = match.end_tokens(self.facts, link.info)
+        chunks, first = tuple(self.chunks), self.facts.first_token
+        nbytes = link.own_bytes(self.facts)
+        self.book.emit(Digest(job, link.peer, chunks, link.info, first, end, full, nbytes))
 
     def credit(self, link: Link, job: int, nbytes: int, landed: bool) -> None:
         """A job has ended and can't land or read anything any more."""
@@ -246,7 +263,10 @@ class Offer:
         link.bytes_landed += nbytes
         link.chunks_landed += landed
         link.moved_at = self.book.now
-        link.publish()
+        if self.state in rules.LIVE_OFFERS:
+            link.talk.publish()  # progress is said on the next tick, if it is not the end
+        else:
+            link.publish()
 
     def release(self) -> None:
         """The pages are free; once."""
@@ -280,6 +300,11 @@ class Offer:
             return None
         chunk = self.chunks[link.posted]
         return None if chunk.number in self.not_ready else chunk
+
+    def _wants_digest(self, link: Link) -> bool:
+        if self.state not in rules.LIVE_OFFERS or link.digested or not link.posted or not self.chunks[-1].last:
+            return False
+        return link.posted == len(self.chunks) and bool(self.book.peers[link.peer].digest)
 
     def _consider_link(self, link: Link) -> None:
         last_known = bool(self.chunks) and self.chunks[-1].last

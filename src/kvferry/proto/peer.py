@@ -22,17 +22,19 @@ class Peer:
         name: what texts call it: side, rank and address.
         state: READY once both sides have registered; rules.PEER is the table.
         size: the route from here to the peer, as far as the protocol needs it.
+        digest: "sample" or "full" where canaries are taken of what moves between the two; "" where not.
         claims: numbers of this side's claims that have a view of the peer.
         links: how many of the peer's claims are remembered.
         parked: how many of the peer's claims wait for an offer.
         low_claim: the peer's claims below this number are over.
     """
 
-    def __init__(self, peer: PeerId, size: RouteSize, name: str = "") -> None:
+    def __init__(self, peer: PeerId, size: RouteSize, name: str = "", digest: str = "") -> None:
         self.id = peer
         self.name = name or str(peer)
         self.state = PeerState.SHAKING
         self.size = size
+        self.digest = digest
         self.claims: set[int] = set()
         self.links = 0
         self.parked = 0

@@ -24,7 +24,13 @@ from kvferry.errors import ProtocolError
 from kvferry.wire import StatusPhase
 
 
-class OfferState(enum.Enum):
+class _Named(enum.Enum):
+    """Members are looked up in tables all the time: the enum's own hash is Python code, this one is not."""
+
+    __hash__ = object.__hash__
+
+
+class OfferState(_Named):
     """The sender's room."""
 
     WAITING = "waiting"
@@ -35,7 +41,7 @@ class OfferState(enum.Enum):
     QUIET = "quiet"
 
 
-class OfferEvent(enum.Enum):
+class OfferEvent(_Named):
     """What can happen to an offer."""
 
     INIT = "init"
@@ -49,7 +55,7 @@ class OfferEvent(enum.Enum):
     DRAIN_LIMIT = "drain limit"
 
 
-class ClaimState(enum.Enum):
+class ClaimState(_Named):
     """The receiver's room."""
 
     RESOLVING = "resolving"
@@ -61,19 +67,20 @@ class ClaimState(enum.Enum):
     QUIET = "quiet"
 
 
-class ClaimEvent(enum.Enum):
+class ClaimEvent(_Named):
     """What can happen to a claim."""
 
     METADATA = "metadata"
     RESOLVED = "resolved"
     STATUS = "status"
+    VERIFIED = "verified"
     COMPLETE = "complete"
     FAIL = "fail"
     DRAINED = "drained"
     DRAIN_LIMIT = "drain limit"
 
 
-class PeerState(enum.Enum):
+class PeerState(_Named):
     """A registration epoch of another process, seen from here."""
 
     SHAKING = "shaking"
@@ -83,7 +90,7 @@ class PeerState(enum.Enum):
     GONE = "gone"
 
 
-class PeerEvent(enum.Enum):
+class PeerEvent(_Named):
     """What can happen to a peer."""
 
     REGISTERED = "registered"
@@ -132,12 +139,15 @@ CLAIM: dict[tuple[enum.Enum, enum.Enum], Row] = {
     (_C.OPEN, _CE.STATUS): Row(_C.OPEN, ("merge",)),
     (_C.OPEN, _CE.FAIL): Row(_C.DRAINING, ("fail", "close")),
     (_C.PAGES, _CE.STATUS): Row(_C.PAGES, ("merge",)),
+    (_C.PAGES, _CE.VERIFIED): Row(_C.PAGES, ("judge",)),
     (_C.PAGES, _CE.COMPLETE): Row(_C.SUCCESS, ("write_aux", "close")),
     (_C.PAGES, _CE.FAIL): Row(_C.DRAINING, ("fail", "close")),
     (_C.DRAINING, _CE.STATUS): Row(_C.DRAINING, ("merge",)),
+    (_C.DRAINING, _CE.VERIFIED): Row(_C.DRAINING, ("judge",)),
     (_C.DRAINING, _CE.DRAINED): Row(_C.QUIET, ("release",)),
     (_C.DRAINING, _CE.DRAIN_LIMIT): Row(_C.QUARANTINED, ("quarantine",)),
     (_C.QUARANTINED, _CE.STATUS): Row(_C.QUARANTINED, ("merge",)),
+    (_C.QUARANTINED, _CE.VERIFIED): Row(_C.QUARANTINED, ("judge",)),
     (_C.QUARANTINED, _CE.DRAINED): Row(_C.QUIET, ("release",)),
 }
 """The receiver's room."""

@@ -7,12 +7,15 @@ manager.node.engine.release()   # now they are
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from kvferry.engines.local import LocalEngine
 from kvferry.engines.seam import Batch, Caps, Done, Engine, EngineConfig, Limits, Outcome, Region, Ticket
@@ -32,6 +35,7 @@ class Faulty:
         self.delay_s = 0.0
         self._lock = threading.Lock()
         self._holding = False
+        self._mix_ups = 0
         self._failures: deque[tuple[Outcome, str]] = deque()
         self._numbers = itertools.count(1)
         self._waiting: list[tuple[Ticket, float, PeerId, Batch, bool]] = []
@@ -55,6 +59,11 @@ class Faulty:
         with self._lock:
             self._failures.extend([(outcome, cause)] * count)
             self._holding = self._holding or outcome is Outcome.FAILED_UNKNOWN
+
+    def mix_up(self, count: int = 1) -> None:
+        """Let the next batches land with right lengths and wrong bytes: two parts of the first row exchanged."""
+        with self._lock:
+            self._mix_ups += count
 
     @property
     def held(self) -> int:
@@ -99,6 +108,9 @@ class Faulty:
                 self._done.append(Done(ticket, *failure, native="EFAULTY"))
                 if failure[0] is not Outcome.FAILED_UNKNOWN:
                     return ticket
+            if self._mix_ups:
+                self._mix_ups -= 1
+                batch = _mixed_up(batch)
             self._waiting.append((ticket, time.monotonic() + self.delay_s, peer, batch, failure is not None))
         return ticket
 
@@ -156,3 +168,15 @@ class FaultyEmbedded(Faulty):
 
     def __init__(self) -> None:
         super().__init__(LocalEngine())
+
+
+def _mixed_up(batch: Batch) -> Batch:
+    """The first row in two parts, each with the other's source."""
+    half = int(batch.nbytes[0]) // 2
+    moved = np.array([half, 0], np.uint64)
+    rest = slice(1, None)
+    src = np.concatenate([batch.src[:1] + moved, batch.src[rest]])
+    dst = np.concatenate([batch.dst[:1] + moved[::-1], batch.dst[rest]])
+    lengths = np.array([half, half], np.uint64)
+    nbytes = np.concatenate([lengths, batch.nbytes[rest]])
+    return dataclasses.replace(batch, src=src, dst=dst, nbytes=nbytes, total_bytes=int(nbytes.sum()))

@@ -25,7 +25,7 @@ from typing import Any
 
 from kvferry.errors import Code, Reason
 from kvferry.ids import PeerId
-from kvferry.proto.effects import Effect, Expose, Fence, Revoke, Send, Stop, Submit, Times
+from kvferry.proto.effects import Digest, Effect, Expose, Fence, Revoke, Send, Stop, Submit, Times, Verify
 from kvferry.testing.world_process import PAGE_TOKENS, Process, Room
 from kvferry.wire import TransferInfo, TransferStatus, unpack_pages
 
@@ -93,6 +93,7 @@ class World:
         self._writes: list[Write] = []
         self._used_rooms: list[int] = []
         self.grants = self.random.random() < 0.3
+        self.digest = "sample" if self.random.random() < 0.7 else ""
         self.faulty = True
         self.prefill = [Process(self, "prefill", rank) for rank in range(2)]
         self.decode = [Process(self, "decode", rank) for rank in range(2)]
@@ -209,7 +210,12 @@ class World:
         elif isinstance(effect, Submit):
             self._submit(process, effect)
         elif isinstance(effect, Stop):
-            process.jobs[effect.job].stopped = True
+            if effect.job in process.jobs:  # a digest is not stopped, it is over soon
+                process.jobs[effect.job].stopped = True
+        elif isinstance(effect, Digest):
+            self.at(self.random.uniform(0.0, 0.3), process.digested, process.incarnation, effect)
+        elif isinstance(effect, Verify):
+            self.at(self.random.uniform(0.0, 0.3), process.verified, process.incarnation, effect)
         elif isinstance(effect, Expose):
             process.granted.update((peer, effect.claim) for peer in effect.peers)
         elif isinstance(effect, Revoke):

@@ -13,9 +13,9 @@ from kvferry.ids import KVPoll, PeerId
 from kvferry.proto import rules
 from kvferry.proto.book import Book
 from kvferry.proto.claim import Claim
-from kvferry.proto.effects import Changed, Chunk, ClaimFacts, Kind, OfferFacts, Release, Source, Where
+from kvferry.proto.effects import Changed, Chunk, ClaimFacts, Digest, Kind, OfferFacts, Release, Source, Verify, Where
 from kvferry.proto.offer import Offer
-from kvferry.wire import Tick, TransferInfo, TransferStatus, pack_pages
+from kvferry.wire import Canary, Tick, TransferInfo, TransferStatus, pack_pages, unpack_pages
 
 if TYPE_CHECKING:
     from kvferry.testing.world import Job, World
@@ -146,7 +146,7 @@ class Process:
         """The handshake over a new connection has succeeded."""
         peer = PeerId(other.incarnation, epoch)
         self.links[other] = peer
-        self.act(self.book.peer_ready, peer, TokenSize())
+        self.act(self.book.peer_ready, peer, TokenSize(), digest=self.world.digest)
 
     def lost(self, incarnation: int, peer: PeerId) -> None:
         """The connection is noticed to be gone."""
@@ -176,6 +176,28 @@ class Process:
         """The engine says that a failed job can't land any more."""
         if self.alive and self.incarnation == incarnation:
             self.act(self.book.job_quiet, job)
+
+    def digested(self, incarnation: int, effect: Digest) -> None:
+        """The canary of a link has been taken: of the pages as they are now."""
+        if not self.alive or self.incarnation != incarnation:
+            return
+        pages = [page for chunk in effect.chunks for page in unpack_pages(chunk.pages["kv"]).tolist()]
+        seen = [self.content[page] for page in pages[effect.info.prefix_tokens // PAGE_TOKENS :]]
+        if None in seen:
+            self.world.violate(f"2: {self.name} digests pages {pages} after they were released")
+        self.act(self.book.job_digested, effect.job, Canary({"kv": (repr(seen).encode(), b"")}))
+
+    def verified(self, incarnation: int, effect: Verify) -> None:
+        """What landed was compared: the pages as they are now."""
+        if not self.alive or self.incarnation != incarnation:
+            return
+        source = next((other for other, known in self.links.items() if known == effect.peer), None)
+        pages = unpack_pages(effect.facts.pages["kv"]).tolist()
+        if source is not None:
+            seen = repr([self.cells[page, source.rank] for page in pages]).encode()
+            if seen != effect.canary.sums["kv"][0]:
+                self.world.violate(f"3: {self.name} compares {seen!r} with {effect.canary.sums['kv'][0]!r}")
+        self.act(self.book.verified, effect.claim, effect.peer, "")
 
     # -- the scheduler
 

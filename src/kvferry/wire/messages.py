@@ -66,6 +66,7 @@ class KVArgsRegisterInfo(Message, tag="register", frozen=True):
         side: "prefill" or "decode".
         aux_bytes: bytes of the metadata row, one number per buffer; both sides must agree.
         address: where the sender listens, for texts.
+        digest: "off", "sample" or "full": the stronger wish of two peers is done; "" = its memory can't be read.
     """
 
     layout: Layout
@@ -73,6 +74,7 @@ class KVArgsRegisterInfo(Message, tag="register", frozen=True):
     side: str
     aux_bytes: tuple[int, ...] = ()
     address: str = ""
+    digest: str = ""
 
 
 class Refused(Message, tag="refused", frozen=True):
@@ -121,6 +123,18 @@ class TransferInfo(Message, tag="info", frozen=True):
     trace: str = ""
 
 
+class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Digest of what was sent (see plan.canary).
+
+    Attributes:
+        full: of every byte, not of samples.
+        sums: per space, uint64 sums as raw little-endian bytes: one per layer, and one per page of the destination.
+    """
+
+    sums: dict[str, tuple[bytes, bytes]]
+    full: bool = False
+
+
 class TransferStatus(Message, tag="status", frozen=True):
     """Source to claim: a snapshot of one link. A higher rev replaces a lower one.
 
@@ -135,7 +149,7 @@ class TransferStatus(Message, tag="status", frozen=True):
         bytes_landed: bytes landed on this link.
         quiet: nothing of this link can land any more; means something only in DELIVERED and FAILED.
         aux: the request's metadata row (first token and what travels with it), with DELIVERED.
-        canary: digest of what was sent; empty where none was taken.
+        canary: digest of what was sent, with DELIVERED; None where none was taken.
         reason: with FAILED: why.
     """
 
@@ -151,7 +165,7 @@ class TransferStatus(Message, tag="status", frozen=True):
     bytes_landed: int = 0
     quiet: bool = False
     aux: bytes = b""
-    canary: bytes = b""
+    canary: Canary | None = None
     reason: Reason | None = None
 
 

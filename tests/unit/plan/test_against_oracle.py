@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from dataclasses import dataclass
 
@@ -32,7 +33,9 @@ from kvferry.layout import (
     supports,
     validate,
 )  # fmt: skip
-from kvferry.plan import Limits, PageList, batches, elect, fan_in, route, runs
+from kvferry.node.digests import Place
+from kvferry.plan import Limits, PageList, Part, batches, elect, fan_in, route, runs, small_batch
+from kvferry.plan.canary import difference
 from kvferry.testing.oracle import Memory, cells, copy_batches, pages_of
 
 TOKENS = (1, 15, 16, 17, 130)
@@ -194,13 +197,63 @@ def transfer(source, target, src_pages, dst_pages, request, chunk_pages, limits)
     path, total = route(source.layout, target.layout), 0
     for name in path.spaces:
         for chunk in chunks_of(src_pages[name], path.leg(name).src.page_tokens, chunk_pages):
-            part = runs(path, name, prefix, num_tokens, chunk, dst_pages[name], rows)
+            part = runs(path, Part(name, prefix, num_tokens, chunk, dst_pages[name], rows))
             sent = list(batches(path, [part], limits))
             assert all(len(b) <= limits.rows and b.total_bytes <= limits.bytes for b in sent)
             assert all(int(b.nbytes.sum()) == b.total_bytes for b in sent)
             total += copy_batches(sent)
     assert total == path.request_bytes(prefix, num_tokens, dict.fromkeys(path.spaces, rows))
+    for name in path.spaces:
+        check_pattern(path, Part(name, prefix, num_tokens, src_pages[name], dst_pages[name], rows))
+        check_canary(path, name, src_pages[name], dst_pages[name], request)
     return total
+
+
+def byte_pairs(batch):
+    """Every byte of a batch, as (destination, source)."""
+    pairs = zip(batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist(), strict=True)
+    return sorted((dst + i, src + i) for src, dst, nbytes in pairs for i in range(nbytes))
+
+
+def check_pattern(path, part):
+    """The pattern of a request's size gives the rows that the general way gives."""
+    batch = small_batch(path, [part])
+    general = list(batches(path, [runs(path, part)], Limits()))
+    if batch is None:
+        assert not general, "a request with bytes has a pattern"
+    else:
+        assert byte_pairs(batch) == sorted(pair for each in general for pair in byte_pairs(each))
+        assert batch.total_bytes == sum(each.total_bytes for each in general)
+
+
+def check_canary(path, name, src_pages, dst_pages, request):
+    """Both sides' digests are equal; of every byte, one that is changed is seen, and its layer and page named."""
+    prefix, num_tokens, rows = request
+    leg = path.leg(name)
+    lo, hi = leg.extent(prefix, num_tokens, rows)
+    for full in (False, True):
+        looks = [leg.look(lo, hi, num_tokens, side, full=full) for side in (0, 1)]
+        firsts = [given.first_slot // tokens for given, tokens in zip((src_pages, dst_pages), leg.page_tokens, strict=True)]
+        ours, theirs = (
+            Place(name, look, np.asarray(given.indices, np.int64), first)
+            for look, given, first in zip(looks, (src_pages, dst_pages), firsts, strict=True)
+        )
+        sent, landed = ours.sums(full=full), theirs.sums(full=full)
+        assert sent.layers.tolist() == landed.layers.tolist()
+        assert sent.pages.tolist() == landed.pages.tolist()
+        for windows in theirs.seen.blocks:
+            at = int(windows.addresses(theirs.pages, theirs.first_page)[len(windows) // 2])
+            byte = ctypes.c_uint8.from_address(at)
+            byte.value ^= 0x10
+            seen = theirs.sums(full=full)
+            byte.value ^= 0x10
+            text = difference(
+                name, theirs.seen, seen, sent, theirs.pages[theirs.seen.first_page - firsts[1] :].tolist()
+            )
+            layer, page = windows.layer[len(windows) // 2], windows.there[len(windows) // 2] - theirs.seen.first_page
+            pool = int(theirs.pages[page + theirs.seen.first_page - firsts[1]])
+            expected = f"layer {theirs.seen.layers[layer]}, page {page} (page {pool} of the pool) of the request"
+            assert text == f"space {name!r}: {expected}"
 
 
 def check_side(sources, dst, draw, request, first_token, chunk_pages, limits):
@@ -274,7 +327,7 @@ def test_the_oracle_sees_a_missing_row_and_a_byte_outside_the_pages():
     source.fill(held)
     target.expect(wanted, held)
     path = route(source.layout, target.layout)
-    (batch,) = batches(path, [runs(path, "kv", 0, 4, pages["kv"], pages["kv"])], Limits())
+    (batch,) = batches(path, [runs(path, Part("kv", 0, 4, pages["kv"], pages["kv"]))], Limits())
     assert "element ('kv', 0, 'k', 0, 0)" in target.differences(wanted)
     assert copy_batches([batch]) == 32
     assert target.differences(wanted) == ""

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.errors import InputError
 from kvferry.layout import bind, layer_major, mla, page_major
-from kvferry.plan import Limits, PageList, batches, route, runs
+from kvferry.plan import Limits, PageList, Part, batches, route, runs
 
 SHAPE = {"kv_heads": 2, "head_dim": 4, "dtype": "bfloat16", "page_tokens": 4, "pages": 64}
 change = msgspec.structs.replace
@@ -20,7 +20,7 @@ def make(preset, at, layers=3, **rest):
 def expand(src, dst, src_pages, dst_pages, num_tokens, limits=ALL, **rest):
     path = route(src, dst)
     lists = [PageList(np.array(given, np.int32)) for given in (src_pages, dst_pages)]
-    part = runs(path, "kv", 0, num_tokens, *lists)
+    part = runs(path, Part("kv", 0, num_tokens, *lists))
     return list(batches(path, [part], limits, **rest))
 
 
@@ -85,7 +85,7 @@ def test_batches_join_rows_of_several_spaces_and_pieces():
     source, target = pair(page_major, layers=2)
     path = route(source, target)
     lists = [PageList(np.array(given, np.int32)) for given in ([0, 2], [4, 1])]
-    part = runs(path, "kv", 0, 6, *lists)
+    part = runs(path, Part("kv", 0, 6, *lists))
     (batch,) = batches(path, [part, part], ALL)
     assert batch.total_bytes == 2 * path.request_bytes(0, 6)
 

@@ -19,7 +19,7 @@ from kvferry.layout import (
     mla,
     page_major,
 )  # fmt: skip
-from kvferry.plan import PageList, route, runs
+from kvferry.plan import PageList, Part, route, runs
 
 change = msgspec.structs.replace
 SHAPE = {"layers": 4, "kv_heads": 2, "head_dim": 4, "dtype": "bfloat16", "pages": 8, "page_tokens": 4}
@@ -119,7 +119,7 @@ def test_a_prefix_inside_a_granule_is_refused():
     with pytest.raises(InputError, match="token 6 is inside a granule of 4"):
         path.request_bytes(6, 17)
     with pytest.raises(InputError, match="inside a granule"):
-        runs(path, "kv", 6, 17, PageList(np.arange(4)), PageList(np.arange(3)))
+        runs(path, Part("kv", 6, 17, PageList(np.arange(4)), PageList(np.arange(3))))
     assert path.request_bytes(17, 17) == 0, "nothing is cut where nothing is copied"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.errors import InputError
 from kvferry.layout import Cyclic, Space, Window, page_major
-from kvferry.plan import PageList, route, runs
+from kvferry.plan import PageList, Part, route, runs
 
 
 def make(page_tokens=4, pages=8, **rest):
@@ -23,45 +23,45 @@ def rows_of(found):
 
 
 def test_equal_pages_make_one_run_per_page():
-    found = runs(route(make(), make()), "kv", 0, 7, pages(5, 2), pages(1, 7))
+    found = runs(route(make(), make()), Part("kv", 0, 7, pages(5, 2), pages(1, 7)))
     assert rows_of(found) == [(20, 4, 4), (8, 28, 3)]
     assert found.space == "kv"
     assert all(column.dtype == np.int64 for column in found[1:])
 
 
 def test_runs_are_cut_at_the_page_boundaries_of_both_sides():
-    found = runs(route(make(4), make(6)), "kv", 0, 9, pages(0, 1, 2), pages(3, 1))
+    found = runs(route(make(4), make(6)), Part("kv", 0, 9, pages(0, 1, 2), pages(3, 1)))
     assert rows_of(found) == [(0, 18, 4), (4, 22, 2), (6, 6, 2), (8, 8, 1)]
 
 
 def test_tokens_below_the_prefix_are_left_out_inside_the_first_page():
-    found = runs(route(make(), make()), "kv", 5, 10, pages(0, 1, 2), pages(6, 7, first_slot=4))
+    found = runs(route(make(), make()), Part("kv", 5, 10, pages(0, 1, 2), pages(6, 7, first_slot=4)))
     assert rows_of(found) == [(5, 25, 3), (8, 28, 2)]
 
 
 def test_a_chunk_of_the_source_sends_its_own_tokens_only():
     path, target = route(make(), make()), pages(3, 4, 5)
-    first = runs(path, "kv", 0, 12, pages(0), target)
-    second = runs(path, "kv", 0, 12, pages(1, 2, first_slot=4), target)
+    first = runs(path, Part("kv", 0, 12, pages(0), target))
+    second = runs(path, Part("kv", 0, 12, pages(1, 2, first_slot=4), target))
     assert rows_of(first) == [(0, 12, 4)]
     assert rows_of(second) == [(4, 16, 4), (8, 20, 4)]
-    assert rows_of(runs(path, "kv", 0, 12, pages(), target)) == []
+    assert rows_of(runs(path, Part("kv", 0, 12, pages(), target))) == []
 
 
 def test_a_prefix_that_is_the_whole_request_leaves_nothing():
-    assert rows_of(runs(route(make(), make()), "kv", 7, 7, pages(0, 1), pages())) == []
+    assert rows_of(runs(route(make(), make()), Part("kv", 7, 7, pages(0, 1), pages()))) == []
 
 
 def test_a_rank_that_holds_none_of_the_tokens_sends_nothing():
     path = route(make(deal=Cyclic(4, 2, 1)), make())
-    assert rows_of(runs(path, "kv", 0, 3, pages(), pages(0))) == []
+    assert rows_of(runs(path, Part("kv", 0, 3, pages(), pages(0)))) == []
     path = route(make(), make(deal=Cyclic(4, 2, 1)))
-    assert rows_of(runs(path, "kv", 0, 3, pages(0), pages())) == []
+    assert rows_of(runs(path, Part("kv", 0, 3, pages(0), pages()))) == []
 
 
 def test_interleaved_tokens_meet_whole_pages_token_by_token():
     path = route(make(deal=Cyclic(1, 2, 1)), make())
-    assert rows_of(runs(path, "kv", 0, 6, pages(0), pages(2, 3))) == [(0, 9, 1), (1, 11, 1), (2, 13, 1)]
+    assert rows_of(runs(path, Part("kv", 0, 6, pages(0), pages(2, 3)))) == [(0, 9, 1), (1, 11, 1), (2, 13, 1)]
 
 
 def test_a_window_starts_where_both_sides_keep_tokens():
@@ -71,7 +71,7 @@ def test_a_window_starts_where_both_sides_keep_tokens():
         sides.append(msgspec.structs.replace(make(page_tokens), spaces=(space,)))
     path = route(*sides)
     # the last 9 of 30 tokens start at 21: in page 5 of 4 tokens, in page 1 of 16 tokens
-    found = runs(path, "kv", 0, 30, pages(0, 1, 2, first_slot=20), pages(3, first_slot=16))
+    found = runs(path, Part("kv", 0, 30, pages(0, 1, 2, first_slot=20), pages(3, first_slot=16)))
     assert rows_of(found) == [(0, 52, 4), (4, 56, 4), (8, 60, 2)]
     assert path.request_bytes(0, 30) == 10 * path.bytes_per_token("kv")
     assert path.request_bytes(25, 30) == 5 * path.bytes_per_token("kv")
@@ -90,10 +90,10 @@ def test_a_window_starts_where_both_sides_keep_tokens():
 )  # fmt: skip
 def test_a_wrong_page_list_is_refused_with_its_side(what, src, dst):
     with pytest.raises(InputError, match=what) as caught:
-        runs(route(make(), make()), "kv", 0, 10, src, dst)
+        runs(route(make(), make()), Part("kv", 0, 10, src, dst))
     assert caught.value.hint
 
 
 def test_a_hostile_number_of_tokens_is_refused_before_arrays_are_made():
     with pytest.raises(InputError, match="the request needs 0 to 16777215"):
-        runs(route(make(), make()), "kv", 0, 1 << 24, pages(0), pages(0))
+        runs(route(make(), make()), Part("kv", 0, 1 << 24, pages(0), pages(0)))

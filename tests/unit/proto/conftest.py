@@ -119,9 +119,9 @@ class Net:
         self.ends[incarnation] = end = End(self, side, incarnation, settings)
         return end
 
-    def join(self, one, other, epoch=1):
-        one.peer_ready(one.peer(other, epoch), Size())
-        other.peer_ready(other.peer(one, epoch), Size())
+    def join(self, one, other, epoch=1, digest=""):
+        one.peer_ready(one.peer(other, epoch), Size(), digest=digest)
+        other.peer_ready(other.peer(one, epoch), Size(), digest=digest)
 
     def part(self, one, other, epoch=1):
         """One end notices that the connection is gone."""

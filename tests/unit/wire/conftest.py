@@ -21,6 +21,7 @@ from kvferry.layout import (
 )
 from kvferry.wire import (
     Bye,
+    Canary,
     Credits,
     Frame,
     Hello,
@@ -71,7 +72,7 @@ MESSAGES = {
     "hello_full": Hello((1, 7), SOURCE, ("credits", "canary")),
     "register": KVArgsRegisterInfo(EMPTY_LAYOUT, {}, "prefill"),
     "register_full": KVArgsRegisterInfo(
-        FULL_LAYOUT, {"local": bytes(range(256)), "nixl": b""}, "decode", (4, 64, 1024), "10.0.0.9:30001"
+        FULL_LAYOUT, {"local": bytes(range(256)), "nixl": b""}, "decode", (4, 64, 1024), "10.0.0.9:30001", "full",
     ),
     "refused": Refused(Reason(Code.INCOMPATIBLE)),
     "refused_full": Refused(REASON),
@@ -90,7 +91,7 @@ MESSAGES = {
     ),
     "status_delivered": TransferStatus(
         7, 1, 5, StatusPhase.DELIVERED, offer=9, chunks_landed=5, chunks_total=5, bytes_landed=2**41, quiet=True,
-        aux=b"\x01\x00\x00\x00token", canary=b"\xaa" * 16,
+        aux=b"\x01\x00\x00\x00token", canary=Canary({"kv": (b"\xaa" * 8, b"\xbb" * 16)}, full=True),
     ),
     "status_failed": TransferStatus(7, 1, 6, StatusPhase.FAILED, quiet=True, reason=REASON),
     "credits": Credits(),

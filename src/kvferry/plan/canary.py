@@ -1,0 +1,329 @@
+"""The canary: a digest of some bytes of a transfer, taken from what was sent and from what landed, and compared.
+
+Both sides look at the same bytes of the same *logical* elements, each through its own layout and its own pages, so a
+page of another request, a stale page or exchanged heads differ although every byte "arrived". The sums are taken per
+layer and per page of the destination; addition does not depend on order, so that chunks and batches don't matter.
+
+Sampled: 64 bytes in every 4 KiB of each element's bytes, at places that differ from element to element, at least one
+place in each element. Full: every byte (the shell hashes the windows of a cell with xxh3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.layout.deal import I64
+from kvferry.plan.batch import U64
+from kvferry.plan.overlap import Overlap
+
+WINDOW_BYTES = 64
+EVERY_BYTES = 4096
+BLOCK_WINDOWS = 65_536
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_FOLD = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
+_WEIGHTS = (np.arange(1, 16, 2, dtype=np.uint64) * _MIX) | np.uint64(1)
+
+
+class Group(NamedTuple):
+    """Elements that are alike in length and granule. Index 0 is the source, 1 the destination.
+
+    Attributes:
+        key: int64[K] a mixture of the identity, the same on both sides.
+        spread: int64[K] where to look, so that neighbouring layers and heads are looked at elsewhere.
+        layer: int64[K] position of the layer among those of the marks.
+        base: int64[2, K] address of page 0, granule 0.
+        page: int64[2, K] bytes from page to page.
+        token: int64[2, K] bytes from granule to granule.
+        nbytes: length of a granule.
+        granule: tokens of a granule.
+    """
+
+    key: I64
+    spread: I64
+    layer: I64
+    base: I64
+    page: I64
+    token: I64
+    nbytes: int
+    granule: int
+
+
+class Marks(NamedTuple):
+    """A leg's elements before any merging.
+
+    Attributes:
+        layers: int64[L] global layer ids, ascending.
+        groups: the elements.
+    """
+
+    layers: I64
+    groups: tuple[Group, ...]
+
+
+def marks(key: I64, layer: I64, base: I64, page: I64, token: I64, nbytes: I64, granule: I64) -> Marks:
+    """Group elements, given their identity, global layer id, places on both sides ([2, K]), lengths and granules."""
+    layers, position = np.unique(layer, return_inverse=True)
+    mixed = _mixed(key)
+    groups = []
+    for size, tokens in np.unique(np.stack([nbytes, granule], axis=1), axis=0).tolist():
+        some = (nbytes == size) & (granule == tokens)
+        spread = (mixed[some] >> _HALF).view(np.int64)
+        bases, pages, granules = (each[:, some] for each in (base, page, token))
+        groups.append(Group(mixed[some].view(np.int64), spread, position[some], bases, pages, granules, size, tokens))
+    return Marks(layers, tuple(groups))
+
+
+class Windows(NamedTuple):
+    """Places to look at, in an order that both sides share.
+
+    Attributes:
+        offset: int64[N] address of the window, had its page the number 0.
+        page: int64[N] which page of this side's page list, counted from the page of slot 0.
+        stride: int64[N] bytes from page to page.
+        nbytes: length of each window.
+        key: uint64[N] what is looked at, the same on both sides.
+        layer: int64[N] position in `layers`.
+        there: int64[N] page of the destination's page list, counted from the page of slot 0.
+    """
+
+    offset: I64
+    page: I64
+    stride: I64
+    nbytes: int
+    key: U64
+    layer: I64
+    there: I64
+
+    def addresses(self, pages: I64, first_page: int) -> I64:
+        """int64[N] where the windows lie, given this side's page numbers, from first_page (of slot 0) on."""
+        return np.asarray(self.offset + pages[self.page - first_page if first_page else self.page] * self.stride)
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+
+class Sums(NamedTuple):
+    """A digest.
+
+    Attributes:
+        layers: uint64[L] one sum per layer, ascending.
+        pages: uint64[P] one sum per page of the destination that holds a part.
+    """
+
+    layers: U64
+    pages: U64
+
+
+class Look(NamedTuple):
+    """What one side looks at in one space.
+
+    Attributes:
+        layers: int64[L] global layer ids, ascending.
+        first_page: the destination's first page that holds a part, counted from the page of slot 0.
+        pages: how many pages from there on.
+        blocks: groups of windows of equal length, in an order that both sides share; made anew at each iteration
+            unless `kept` was called.
+    """
+
+    layers: I64
+    first_page: int
+    pages: int
+    blocks: Iterable[Windows]
+
+    def kept(self) -> Look:
+        """The same, with all windows made."""
+        return self._replace(blocks=tuple(self.blocks))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Makes the windows of a request block by block, so that a huge one needs no huge arrays."""
+
+    groups: tuple[Group, ...]
+    found: Overlap
+    page_tokens: tuple[int, int]
+    side: int
+    full: bool
+
+    def __iter__(self) -> Iterator[Windows]:
+        for group in self.groups:
+            for part in _parts(group.nbytes, full=self.full):
+                yield from self._of(group, part)
+
+    def _of(self, group: Group, part: _Part) -> Iterator[Windows]:
+        counts = -(-self.found.tokens // group.granule)
+        total = int(counts.sum())
+        every = min(part.every, total)
+        turns = max(1, BLOCK_WINDOWS // (len(group.key) * part.blocks))
+        ends = np.cumsum(counts)
+        for begin in range(0, total, turns * every):
+            end = min(total, begin + turns * every)
+            yield _windows(group, part, every, begin, self._granules(group.granule, counts, ends, begin, end))
+
+    def _granules(self, granule: int, counts: I64, ends: I64, begin: int, end: int) -> _Granules:
+        """Where the granules begin to end of those that move lie."""
+        low, high = (int(np.searchsorted(ends, at, side="right")) for at in (begin, end - 1))
+        some = slice(low, high + 1)
+        first = ends[some] - counts[some]
+        repeats = np.minimum(ends[some], end) - np.maximum(first, begin)
+        token = np.arange(begin, end) * granule
+        src, dst = (
+            np.repeat(slots[some] - first * granule, repeats) + token
+            for slots in (self.found.src_slot, self.found.dst_slot)
+        )
+        tokens = self.page_tokens[self.side]
+        here = (dst if self.side else src) // tokens
+        inside = ((dst if self.side else src) - here * tokens) // granule  # twice as fast as divmod
+        return _Granules(here, inside, here if self.side else dst // self.page_tokens[1], self.side)
+
+
+class _Granules(NamedTuple):
+    """int64[N]: page and place in it on this side, page at the destination; and which side this is."""
+
+    here: I64
+    inside: I64
+    there: I64
+    side: int
+
+
+def look(marks: Marks, found: Overlap, page_tokens: tuple[int, int], side: int, *, full: bool) -> Look:
+    """Choose the windows of a request.
+
+    Args:
+        marks: of the leg.
+        found: all tokens that move, cut at pages.
+        page_tokens: of the source and of the destination.
+        side: 0 for the source, 1 for the destination.
+        full: every byte instead of samples.
+    """
+    if not len(found.tokens):
+        return Look(marks.layers, 0, 0, ())
+    first, last = (int(slot) // page_tokens[1] for slot in (found.dst_slot.min(), found.dst_slot.max()))
+    return Look(marks.layers, first, last - first + 1, _Blocks(marks.groups, found, page_tokens, side, full))
+
+
+class _Part(NamedTuple):
+    """How windows of one length lie in the granules of an element.
+
+    Attributes:
+        nbytes: of a window.
+        every: one granule of so many is looked at.
+        blocks: windows in such a granule.
+        begin: where the first block begins.
+        places: how many places, 64 bytes apart, a window may take in its block: a power of two.
+    """
+
+    nbytes: int
+    every: int
+    blocks: int
+    begin: int
+    places: int
+
+
+def _parts(granule_bytes: int, *, full: bool) -> list[_Part]:
+    whole, rest = divmod(granule_bytes, EVERY_BYTES)
+    if full:
+        parts = [_Part(EVERY_BYTES, 1, whole, 0, 1), _Part(rest, 1, 1, whole * EVERY_BYTES, 1)]
+        return [part for part in parts if part.blocks and part.nbytes]
+    size = min(WINDOW_BYTES, granule_bytes)
+    if whole:
+        return [_Part(size, 1, whole, 0, EVERY_BYTES // WINDOW_BYTES)]
+    every = max(1, EVERY_BYTES * size // WINDOW_BYTES // granule_bytes)
+    places = 1 << max(1, granule_bytes // WINDOW_BYTES).bit_length() - 1
+    return [_Part(size, every, 1, 0, places)]
+
+
+def _windows(some: Group, part: _Part, every: int, begin: int, granules: _Granules) -> Windows:
+    """Elements x granules x blocks, flat."""
+    count = len(granules.here)
+    turns = np.arange(0, count, every)
+    local = (some.spread % every)[:, None] + turns
+    if every > 1:  # past the end the last one is looked at twice: no harm, and no holes in the grid
+        np.minimum(local, count - 1, out=local)
+    ordinal = local + begin
+    place = (some.spread[:, None] + 37 * ordinal) & (part.places - 1)
+    offset = part.begin + place * WINDOW_BYTES
+    at = some.base[granules.side][:, None] + offset + granules.inside[local] * some.token[granules.side][:, None]
+    key = (some.key[:, None] + ordinal * 65_537) * 1_000_003 + offset
+    page, stride = granules.here[local], some.page[granules.side][:, None]
+    columns = [at, page, stride, key, some.layer[:, None], granules.there[local]]
+    if part.blocks > 1:
+        block = np.arange(part.blocks)
+        columns = [column[..., None] for column in columns]
+        columns[0] = columns[0] + block * EVERY_BYTES
+        columns[3] = columns[3] + block
+    shape = (*ordinal.shape, part.blocks) if part.blocks > 1 else ordinal.shape
+    at, page, stride, key, layer, there = (np.broadcast_to(column, shape).reshape(-1) for column in columns)
+    return Windows(at, page, stride, part.nbytes, _mixed(key), layer, there)
+
+
+def _mixed(key: I64) -> U64:
+    bits = key.view(np.uint64) * _MIX
+    return np.asarray((bits ^ (bits >> _HALF)) * _FOLD)
+
+
+def weigh(windows: Windows, content: U64) -> U64:
+    """uint64[N]: what each window counts, given its bytes as uint64[N, 8] (shorter ones padded with zeros)."""
+    bits = (content @ _WEIGHTS + windows.key) * _MIX
+    return np.asarray((bits ^ (bits >> _HALF)) * _FOLD)
+
+
+def no_sums(seen: Look) -> Sums:
+    """Where to add up."""
+    return Sums(np.zeros(len(seen.layers), np.uint64), np.zeros(seen.pages, np.uint64))
+
+
+def add(sums: Sums, seen: Look, windows: Windows, values: U64) -> None:
+    """Add what a block of windows counts."""
+    for into, position in ((sums.layers, windows.layer), (sums.pages, windows.there - seen.first_page)):
+        if len(into) == 1:  # of arrays: numbers would complain of an overflow
+            np.add(into, np.add.reduce(values, keepdims=True), out=into)
+        else:
+            np.add.at(into, position, values)
+
+
+def cells(windows: Windows, seen: Look) -> tuple[I64, I64]:
+    """Group windows by (layer, page), for digests that read them one after the other.
+
+    Returns:
+        int64[N] order in which to read, and int64[C + 1] where in that order each cell begins, and the end.
+    """
+    cell = windows.layer * seen.pages + windows.there - seen.first_page
+    order = np.argsort(cell, kind="stable")
+    begins = np.flatnonzero(np.diff(cell[order], prepend=-1))
+    return order, np.append(begins, len(order))
+
+
+def difference(space: str, seen: Look, mine: Sums, theirs: Sums, pages: list[int]) -> str:
+    """Say which layers and pages differ, "" if none does.
+
+    Args:
+        space: name of the space.
+        seen: what was looked at here, on the destination's side.
+        mine: of what landed.
+        theirs: of what was sent.
+        pages: page numbers of the destination, from seen.first_page on.
+    """
+    if len(mine.layers) != len(theirs.layers) or len(mine.pages) != len(theirs.pages):
+        return (
+            f"space {space!r}: the digest of what was sent is of {len(theirs.layers)} layers and {len(theirs.pages)} "
+            f"pages, that of what landed of {len(mine.layers)} and {len(mine.pages)}"
+        )
+    layers = seen.layers[mine.layers != theirs.layers].tolist()
+    numbers = np.flatnonzero(mine.pages != theirs.pages).tolist()
+    if not layers and not numbers:
+        return ""
+    named = [f"{number} (page {pages[number]} of the pool)" for number in numbers]
+    return f"space {space!r}: {_listed('layer', layers)}, {_listed('page', named)} of the request"
+
+
+def _listed(what: str, values: list[int] | list[str]) -> str:
+    shown = ", ".join(str(value) for value in values[:4])
+    more = f" and {len(values) - 4} more" if len(values) > 4 else ""
+    return f"{what}{'s' if len(values) > 1 else ''} {shown}{more}"

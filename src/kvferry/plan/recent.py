@@ -1,0 +1,27 @@
+"""What was computed of late, by key: requests of the same size are planned once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """At most `capacity` results; the oldest goes first. May be used by several threads, which may compute twice."""
+
+    def __init__(self, capacity: int = 32) -> None:
+        self._capacity = capacity
+        self._found: dict[Hashable, T] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T], is_small: Callable[[T], bool]) -> T:
+        """The result for a key; kept only if it is small, as of large ones the making matters less than the memory."""
+        found = self._found.get(key)
+        if found is None:
+            found = make()
+            if is_small(found):
+                if len(self._found) >= self._capacity:
+                    self._found.pop(next(iter(self._found), None), None)
+                self._found[key] = found
+        return found

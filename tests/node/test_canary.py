@@ -1,0 +1,152 @@
+"""Bytes that are wrong never reach a user: the canary compares what was sent with what landed."""
+
+import mmap
+
+import numpy as np
+import pytest
+
+from kvferry import KVArgs, KVClassType, KVPoll, get_kv_class
+from kvferry.errors import Blame, Code, ConfigError
+from kvferry.layout import Device, page_major
+
+
+@pytest.fixture(params=["sample", "full"])
+def digest(request):
+    return request.param
+
+
+@pytest.fixture
+def sides(make, digest):
+    return make("prefill", "faulty", digest=digest), make("decode", "faulty", digest=digest)
+
+
+def test_exchanged_bytes_of_the_right_number_fail_the_room_on_the_decode_side(sides, kit):
+    prefill, decode = sides
+    prefill.fill([7, 3], seed=1)
+    prefill.engine.mix_up()
+    receiver = kit.claim(decode, prefill, 5, [4, 9], num_tokens=32)
+    sender = kit.offer(prefill, 5, [7, 3], num_tokens=32)
+    assert receiver.wait(5) is KVPoll.Failed
+    reason = receiver.failure().reason
+    assert (reason.code, reason.stage, reason.blame) == (Code.CONTENT_DIFFERS, "delivery", Blame.ENGINE)
+    assert "space 'kv': layers 0, 1, 2, page 0 (page 4 of the pool) of the request" in reason.cause
+    kit.until(sender.is_release_safe)
+    kit.until(receiver.is_release_safe)
+
+
+def test_a_source_page_that_changes_under_way_is_seen(sides, kit):
+    prefill, decode = sides
+    prefill.fill([7], seed=1)
+    prefill.engine.hold()
+    receiver = kit.claim(decode, prefill, 5, [4], num_tokens=16)
+    kit.offer(prefill, 5, [7], num_tokens=16)
+    kit.until(lambda: prefill.engine.held == 1)
+    prefill.fill([7], seed=2)
+    prefill.engine.release()
+    assert receiver.wait(5) is KVPoll.Failed
+    assert receiver.failure().reason.code is Code.CONTENT_DIFFERS
+
+
+def test_the_room_after_it_is_right(sides, kit):
+    prefill, decode = sides
+    prefill.fill([7], seed=1)
+    prefill.engine.mix_up()
+    first = kit.claim(decode, prefill, 5, [4])
+    kit.offer(prefill, 5, [7])
+    assert first.wait(5) is KVPoll.Failed
+    rows = prefill.fill([8, 2], seed=3)
+    second = kit.claim(decode, prefill, 6, [1, 5])
+    kit.offer(prefill, 6, [8, 2])
+    assert second.wait(5) is KVPoll.Success
+    assert (decode.pages([1, 5]) == rows).all()
+
+
+@pytest.mark.parametrize("prefix", [0, 16, 21])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_prefixes_and_chunks_give_equal_digests(sides, kit, prefix, chunks):
+    prefill, decode = sides
+    rows = prefill.fill([7, 3, 20], seed=1)
+    receiver = kit.claim(decode, prefill, 5, [4, 9, 11][prefix // 16 :], num_tokens=45, prefix=prefix)
+    sender = kit.offer(prefill, 5, [7, 3, 20], num_tokens=45, send=False)
+    for part in np.array_split(np.array([7, 3, 20], np.int32), chunks):
+        sender.send(part)
+    assert receiver.wait(5) is KVPoll.Success, receiver.failure()
+    assert (decode.pages([11])[0, :8] == rows[2, :8]).all()
+
+
+@pytest.mark.parametrize(("mine", "theirs", "found"), [
+    ("off", "off", KVPoll.Success), ("off", "sample", KVPoll.Failed), ("full", "off", KVPoll.Failed),
+])  # fmt: skip
+def test_of_two_wishes_the_stronger_counts(make, kit, mine, theirs, found):
+    prefill, decode = make("prefill", "faulty", digest=mine), make("decode", "faulty", digest=theirs)
+    prefill.fill([7], seed=1)
+    prefill.engine.mix_up()
+    receiver = kit.claim(decode, prefill, 5, [4], num_tokens=16)
+    kit.offer(prefill, 5, [7], num_tokens=16)
+    assert receiver.wait(5) is found
+
+
+def test_a_full_digest_sees_one_bit_that_no_sample_need_see(make, kit):
+    prefill, decode = make("prefill", "faulty", digest="full"), make("decode", "faulty")
+    prefill.fill([7], seed=1)
+    prefill.engine.hold()
+    receiver = kit.claim(decode, prefill, 5, [4], num_tokens=16)
+    kit.offer(prefill, 5, [7], num_tokens=16)
+    kit.until(lambda: prefill.engine.held == 1)
+    prefill.pages([7])  # a copy: the pool itself is changed below
+    prefill.pool.reshape(kit.PAGES, -1)[7, 100] ^= 1
+    prefill.engine.release()
+    assert receiver.wait(5) is KVPoll.Failed
+
+
+def test_large_rooms_are_digested_on_threads_of_their_own(make, kit):
+    layout = page_major("m", layers=2, kv_heads=8, head_dim=128, dtype="float16", pages=kit.PAGES, page_tokens=64)
+    prefill, decode = make("prefill", "faulty", layout), make("decode", "faulty", layout)
+    pages = list(range(2, 10))
+    rows = prefill.fill(pages, seed=1)
+    receiver = kit.claim(decode, prefill, 5, [page + 3 for page in pages])
+    kit.offer(prefill, 5, pages)
+    assert receiver.wait(10) is KVPoll.Success, receiver.failure()
+    assert rows.nbytes > 1 << 20
+    assert (decode.pages([page + 3 for page in pages]) == rows).all()
+    prefill.engine.mix_up()
+    receiver = kit.claim(decode, prefill, 6, pages)
+    kit.offer(prefill, 6, pages)
+    assert receiver.wait(10) is KVPoll.Failed
+    assert "pages 0 (page 2 of the pool), 1 (page 3 of the pool)" in receiver.failure().reason.cause
+
+
+def test_memory_that_was_unmapped_fails_the_room_and_not_the_process(make, kit):
+    layout = page_major("toy", layers=3, kv_heads=2, head_dim=8, dtype="float16", pages=32, page_tokens=16)
+    size = max(tensor.address + tensor.nbytes for tensor in layout.tensors)
+    memory = mmap.mmap(-1, size)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    decode = make("decode", "faulty")
+    manager = get_kv_class("faulty", KVClassType.MANAGER)
+    args = KVArgs(layout, [(address, size)], [np.zeros((16, 4), np.int64)])
+    with manager(args, "prefill", environ={}, **kit.FAST) as owner:
+        owner.node.engine.hold()
+        receiver = kit.claim(decode, owner.endpoint, 5, [4])
+        sender = kit.offer(type("Side", (), {"manager": owner}), 5, [7])
+        kit.until(lambda: owner.node.engine.held == 1)
+        memory.close()
+        owner.node.engine.release()
+        assert receiver.wait(5) is KVPoll.Failed
+        assert sender.wait(5) is KVPoll.Failed
+        receiver = kit.claim(decode, owner.endpoint, 6, [4])
+        sender = kit.offer(type("Side", (), {"manager": owner}), 6, [7])
+        assert receiver.wait(5) is KVPoll.Failed
+
+
+def test_a_digest_that_is_none_is_refused_by_name(make):
+    with pytest.raises(ConfigError, match="digest = 'crc' is none of off, sample, full"):
+        make("prefill", digest="crc")
+
+
+def test_memory_of_a_device_is_not_read():
+    from kvferry.node.switchboard import stronger
+
+    assert [stronger(*pair) for pair in [("", "full"), ("full", ""), ("off", "off"), ("off", "sample")]] == [
+        "", "", "", "sample",
+    ]  # fmt: skip
+    assert Device(0)
