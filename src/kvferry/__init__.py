@@ -26,6 +26,7 @@ from kvferry.api import (
     request_tag,
 )
 from kvferry.errors import KvferryError, KVTransferError
+from kvferry.pool import Pool, allocate_pool
 
 __version__ = "0.1.0.dev0"
 
@@ -46,9 +47,11 @@ __all__ = [
     "KVTransferError",
     "KVTransferMetric",
     "KvferryError",
+    "Pool",
     "ReceiveFacts",
     "SendFacts",
     "__version__",
+    "allocate_pool",
     "get_kv_class",
     "poll_group",
     "request_tag",

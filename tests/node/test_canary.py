@@ -1,6 +1,7 @@
 """Bytes that are wrong never reach a user: the canary compares what was sent with what landed."""
 
 import mmap
+import time
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ def test_a_source_page_that_changes_under_way_is_seen(sides, kit):
     receiver = kit.claim(decode, prefill, 5, [4], num_tokens=16)
     kit.offer(prefill, 5, [7], num_tokens=16)
     kit.until(lambda: prefill.engine.held == 1)
+    time.sleep(0.1)  # the digest is taken beside the write
     prefill.fill([7], seed=2)
     prefill.engine.release()
     assert receiver.wait(5) is KVPoll.Failed
@@ -93,7 +95,7 @@ def test_a_full_digest_sees_one_bit_that_no_sample_need_see(make, kit):
     receiver = kit.claim(decode, prefill, 5, [4], num_tokens=16)
     kit.offer(prefill, 5, [7], num_tokens=16)
     kit.until(lambda: prefill.engine.held == 1)
-    prefill.pages([7])  # a copy: the pool itself is changed below
+    time.sleep(0.1)
     prefill.pool.reshape(kit.PAGES, -1)[7, 100] ^= 1
     prefill.engine.release()
     assert receiver.wait(5) is KVPoll.Failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -74,8 +75,9 @@ def block_of(buffer: Any, name: str) -> Block:
         raise ConfigError(f"{name}: the array is not C-contiguous", hint="register the array that it views")
     if described["data"][1]:
         raise ConfigError(f"{name}: the array is read-only")
-    rows = int(buffer.shape[0]) if buffer.ndim else 1
-    return Block(int(described["data"][0]), int(buffer.nbytes), rows)
+    shape = described["shape"]
+    item_bytes = int(described["typestr"][2:])
+    return Block(int(described["data"][0]), math.prod(shape) * item_bytes, int(shape[0]) if shape else 1)
 
 
 def _aux_of(buffer: Any, name: str) -> AuxBuffer:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from kvferry import config as settings
 from kvferry.api import KVBootstrapServer
+from kvferry.cli.bench import app as bench_app
 from kvferry.cli.words import count
 from kvferry.errors import ConfigError, KvferryError
 
@@ -26,6 +27,10 @@ app = cyclopts.App(
     help="The connector layer for disaggregated LLM serving: KV cache from prefill to decode, byte-exact.",
     help_on_error=False,
 )
+app.command(bench_app)
+
+FAILED_RUNS = frozenset({"demo", "bench"})
+"""Codes of errors that say what a run has found, not that the command was wrong."""
 
 
 @app.command
@@ -87,6 +92,25 @@ def bootstrap(
 
 
 @app.command
+def engines(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """List the known engines: whether each can be used here, why not, what it can do, and what it finds on this host.
+
+    The local engine tries each of its mechanisms between two processes.
+
+    Args:
+        json: Print one JSON object.
+    """
+    from kvferry.cli import engines as view
+
+    found = view.look()
+    if json:
+        print(view.as_json(found))
+    else:
+        Console().print(*view.tables(found), sep="")
+    return 0
+
+
+@app.command
 def simulate(*, rooms: int = 2000, seed: int = 0, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     """Play random rooms through the room protocol, with losses, kills and held writes; exits with 1 on a violation.
 
@@ -129,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     except cyclopts.CycloptsError as error:
         return _complain(" ".join(str(error).split()))
     except KvferryError as error:
-        return _complain(str(error)) if error.code != "demo" else _complain(str(error)) - 1
+        return _complain(str(error), 1 if error.code in FAILED_RUNS else 2)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # whoever read standard output has seen enough
@@ -143,9 +167,9 @@ def _unexpected(words: list[str]) -> str:
     return f"unexpected {'argument' if len(words) == 1 else 'arguments'} {shown} (only options are taken, see --help)"
 
 
-def _complain(text: str) -> int:
+def _complain(text: str, code: int = 2) -> int:
     print(f"kvferry: error: {text}", file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

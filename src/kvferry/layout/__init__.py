@@ -3,7 +3,7 @@
 from kvferry.layout.agree import covers, supports
 from kvferry.layout.bind import bind
 from kvferry.layout.check import digest, validate
-from kvferry.layout.deal import Segments, extent, first_slot, num_pages, segments, slots_below
+from kvferry.layout.deal import Segments, extent, first_slot, list_begin, num_pages, segments, slots_below
 from kvferry.layout.presets import layer_major, mla, page_major
 from kvferry.layout.space import All, Coverage, Cyclic, Deal, Ranges, Rows, Slot, Space, Window
 from kvferry.layout.tensor import Device, Field, Host, Layout, Memory, Strides, Tensor
@@ -32,6 +32,7 @@ __all__ = [
     "extent",
     "first_slot",
     "layer_major",
+    "list_begin",
     "mla",
     "num_pages",
     "page_major",

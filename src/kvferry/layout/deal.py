@@ -55,6 +55,12 @@ def first_slot(space: Space, token: int, num_tokens: int) -> int:
     return slot - slot % space.page_tokens
 
 
+def list_begin(space: Space, from_token: int, end_tokens: int, rows: int) -> int:
+    """The slot that a page list from the page of token `from_token` on begins with."""
+    lo, _ = extent(space, min(from_token, end_tokens), end_tokens, rows)
+    return first_slot(space, lo, end_tokens)
+
+
 def extent(space: Space, prefix_tokens: int, num_tokens: int, rows: int = 0) -> tuple[int, int]:
     """The positions [lo, hi) of the space that a request covers, above the prefix that decode already has."""
     coverage = space.coverage

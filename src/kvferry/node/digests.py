@@ -18,14 +18,16 @@ import numpy as np
 import xxhash
 
 from kvferry.ids import PeerId
+from kvferry.layout import list_begin
 from kvferry.layout.deal import I64
-from kvferry.node.batching import MAIN, page_list_begin
+from kvferry.node.batching import MAIN, numbers
 from kvferry.node.memory_reader import check_mapped, read, read_words
-from kvferry.plan import Route
+from kvferry.plan import SMALL_BYTES as RECIPE_BYTES
+from kvferry.plan import Route, Size, recipe
 from kvferry.plan.batch import U64
 from kvferry.plan.canary import Look, Sums, Windows, add, cells, difference, no_sums, weigh
 from kvferry.proto.effects import ClaimFacts, Digest, Verify
-from kvferry.wire import Canary, unpack_pages
+from kvferry.wire import Canary
 
 if TYPE_CHECKING:
     from kvferry.node.node import Node
@@ -47,20 +49,22 @@ class Content:
         side: 0 for the source, 1 for the destination.
         pages: int32 page indices as raw bytes, per space.
         rows: pages listed per state space at the destination.
-        from_token: the token that the main page list begins with.
+        first_token: the token that this side's page list begins with.
         prefix_tokens: tokens that do not move.
         end_tokens: the token after the last one that moves.
         full: every byte is digested, not samples.
+        nbytes: how many bytes move.
     """
 
     route: Route
     side: int
     pages: Mapping[str, bytes]
     rows: Mapping[str, int]
-    from_token: int
+    first_token: int
     prefix_tokens: int
     end_tokens: int
     full: bool
+    nbytes: int
     _places: list[Place] | None = None
 
     def places(self) -> list[Place]:
@@ -75,14 +79,16 @@ class Content:
             self._places = [place._replace(seen=place.seen.kept()) for place in self.places()]
 
     def _place(self, space: str) -> Place:
-        leg = self.route.leg(space)
+        leg, pages = self.route.leg(space), numbers(self.pages, space)
         rows = self.rows.get(space, 0)
+        if self.nbytes <= RECIPE_BYTES and not self.full:
+            found = recipe(leg, Size(self.first_token, self.prefix_tokens, self.end_tokens, rows))
+            if found is not None:
+                return Place(space, found.looks[self.side], pages, found.first_pages[self.side])
         lo, hi = leg.extent(self.prefix_tokens, self.end_tokens, rows)
         mine = (leg.src, leg.dst)[self.side]
-        pages = unpack_pages(self.pages.get(space, b"")).astype(np.int64)
-        first = page_list_begin(mine, self.from_token, self.end_tokens, rows) // mine.page_tokens
-        seen = leg.look(lo, hi, self.end_tokens, self.side, full=self.full)
-        return Place(space, seen, pages, first)
+        first = list_begin(mine, self.first_token, self.end_tokens, rows) // mine.page_tokens
+        return Place(space, leg.look(lo, hi, self.end_tokens, self.side, full=self.full), pages, first)
 
 
 class Place(NamedTuple):
@@ -113,16 +119,14 @@ def sent(route: Route, digest: Digest) -> Content:
     for chunk in digest.chunks:
         for space, data in chunk.pages.items():
             pages[space] = pages.get(space, b"") + data
-    info = digest.info
-    return Content(
-        route, 0, pages, _rows(info.pages), digest.first_token, info.prefix_tokens, digest.end_tokens, digest.full
-    )
+    rows, prefix = _rows(digest.info.pages), digest.info.prefix_tokens
+    return Content(route, 0, pages, rows, digest.first_token, prefix, digest.end_tokens, digest.full, digest.nbytes)
 
 
-def landed(route: Route, facts: ClaimFacts, *, full: bool) -> Content:
+def landed(route: Route, facts: ClaimFacts, nbytes: int, *, full: bool) -> Content:
     """What a claim gets from one source, at the destination."""
     prefix, end = facts.prefix_tokens, facts.end_tokens
-    return Content(route, 1, facts.pages, _rows(facts.pages), prefix, prefix, end, full)
+    return Content(route, 1, facts.pages, _rows(facts.pages), prefix, prefix, end, full, nbytes)
 
 
 def _rows(pages: Mapping[str, bytes]) -> dict[str, int]:
@@ -192,7 +196,7 @@ class Digests:
     def expect(self, route: Route, claim: int, peer: PeerId, facts: ClaimFacts, nbytes: int, *, full: bool) -> None:
         """Find out now where to look once the bytes have come, so that it takes no time then."""
         if nbytes <= KEPT_BYTES:
-            content = self._expected[claim, peer] = landed(route, facts, full=full)
+            content = self._expected[claim, peer] = landed(route, facts, nbytes, full=full)
             self._post(nbytes, content.prepare, lambda _: None)
 
     def forget(self, claim: int, peers: Iterable[PeerId]) -> None:
@@ -205,7 +209,7 @@ class Digests:
         key, book = (effect.claim, effect.peer), self._node.book
         content = self._expected.pop(key, None)
         if content is None or content.full != effect.canary.full:
-            content = landed(route, effect.facts, full=effect.canary.full)
+            content = landed(route, effect.facts, effect.nbytes, full=effect.canary.full)
         known = content
 
         def differs(cause: str) -> None:

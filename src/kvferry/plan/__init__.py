@@ -7,7 +7,7 @@ from kvferry.plan.indices import group_concurrent_contiguous
 from kvferry.plan.pieces import Pieces
 from kvferry.plan.route import Leg, Route, route
 from kvferry.plan.runs import PageList, Part, Runs, runs
-from kvferry.plan.small import SMALL_BYTES, small_batch
+from kvferry.plan.small import SMALL_BYTES, Size, recipe, small_batch
 
 __all__ = [
     "SMALL_BYTES",
@@ -21,11 +21,13 @@ __all__ = [
     "Route",
     "Runs",
     "Share",
+    "Size",
     "batches",
     "elect",
     "fan_in",
     "group_concurrent_contiguous",
     "holding",
+    "recipe",
     "route",
     "runs",
     "small_batch",

@@ -15,8 +15,6 @@ from kvferry.layout.deal import I64
 from kvferry.plan.overlap import Overlap
 from kvferry.plan.pieces import Pieces
 
-MOST_ROWS = 64
-
 
 class Pattern(NamedTuple):
     """Rows without their pages. Index 0 is the source, 1 the destination.

@@ -11,7 +11,7 @@ T = TypeVar("T")
 class Recent(Generic[T]):
     """At most `capacity` results; the oldest goes first. May be used by several threads, which may compute twice."""
 
-    def __init__(self, capacity: int = 32) -> None:
+    def __init__(self, capacity: int = 16) -> None:
         self._capacity = capacity
         self._found: dict[Hashable, T] = {}
 

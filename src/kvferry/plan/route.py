@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +24,12 @@ from kvferry.layout.space import Space
 from kvferry.layout.tensor import Layout
 from kvferry.plan.canary import Look, Marks, look, marks
 from kvferry.plan.overlap import Overlap, common_extent, overlap
-from kvferry.plan.pattern import MOST_ROWS, Pattern, pattern
+from kvferry.plan.pattern import Pattern, pattern
 from kvferry.plan.pieces import Pieces
 from kvferry.plan.recent import Recent
 
 KEPT_RUNS = 1024
 """Requests of at most so many pages are planned once per size."""
-
-KEPT_LOOK_BYTES = 1 << 20
-"""Of requests of at most so many bytes the places of the canary are kept as well, about 1 % of that."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,7 @@ class Leg:
         page_pieces: what to copy where a whole page goes to a whole page, instead of the dense pieces that
             aren't linear: there neighbouring heads, fields and layers are contiguous as well.
         marks: the elements one by one, for the canary.
+        recipes: what small requests of late had in common with later ones of their size.
     """
 
     src: Space
@@ -55,8 +54,7 @@ class Leg:
     page_pieces: tuple[Pieces, ...]
     marks: Marks
     _overlaps: Recent[Overlap] = field(default_factory=Recent, compare=False, repr=False)
-    _patterns: Recent[Pattern] = field(default_factory=Recent, compare=False, repr=False)
-    _looks: Recent[Look] = field(default_factory=Recent, compare=False, repr=False)
+    recipes: Recent[Any] = field(default_factory=Recent, compare=False, repr=False)
 
     def overlap(self, lo: int, hi: int, num_tokens: int, *, few: bool = False) -> Overlap:
         """The tokens of [lo, hi) that both sides hold, in runs that lie in one page on each side.
@@ -72,12 +70,8 @@ class Leg:
         )
 
     def pattern(self, lo: int, hi: int, num_tokens: int) -> Pattern:
-        """The rows of the tokens [lo, hi) without their pages; kept if they are few."""
-        return self._patterns.get(
-            (lo, hi, num_tokens),
-            lambda: pattern(self.pieces, self.overlap(lo, hi, num_tokens), self.page_tokens),
-            lambda found: len(found.nbytes) <= MOST_ROWS,
-        )
+        """The rows of the tokens [lo, hi) without their pages."""
+        return pattern(self.pieces, self.overlap(lo, hi, num_tokens), self.page_tokens)
 
     @property
     def page_tokens(self) -> tuple[int, int]:
@@ -86,11 +80,7 @@ class Leg:
 
     def look(self, lo: int, hi: int, num_tokens: int, side: int, *, full: bool) -> Look:
         """Where the canary of tokens [lo, hi) looks on one side (0 the source, 1 the destination)."""
-        nbytes = (hi - lo) * sum(int(p.nbytes.sum()) // p.granule for p in self.pieces)
-        found = look(self.marks, self.overlap(lo, hi, num_tokens), self.page_tokens, side, full=full)
-        if full or nbytes > KEPT_LOOK_BYTES:
-            return found
-        return self._looks.get((lo, hi, num_tokens, side), found.kept, lambda _: True)
+        return look(self.marks, self.overlap(lo, hi, num_tokens), self.page_tokens, side, full=full)
 
     @property
     def granule(self) -> int:

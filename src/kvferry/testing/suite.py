@@ -5,6 +5,7 @@ A back-end's test file is a few lines:
     class TestMyEngine(EngineSuite):
         engine_name = "mine"
         options = {"setting": "value"}
+        memory = "kvferry.testing.suite_memory:memfd"  # if it needs memory of its own kind
 
 Each row of the page on what proves quiet is shown here; what is not shown is not claimed.
 """
@@ -21,6 +22,7 @@ import numpy as np
 from kvferry.engines import find
 from kvferry.engines.seam import Batch, Caps, Done, Engine, Outcome
 from kvferry.ids import PeerId
+from kvferry.testing.suite_memory import PLAIN
 from kvferry.testing.suite_pair import GUARD, End, Pair, open_end, wait_for
 from kvferry.testing.suite_process import EngineProcess
 
@@ -31,16 +33,18 @@ _GARBAGE = (b"", b"\0" * 40, b"not a blob", b"\xff" * 200_000)
 
 
 class EngineSuite:
-    """A pytest base class; subclasses set the two names, or override how an engine is made.
+    """A pytest base class; subclasses set the names, or override how an engine is made.
 
     Attributes:
         engine_name: what `find.load` and the second process load.
         options: what it is opened with.
+        memory: "module:function" that gives a pool of so many bytes as a numpy array, in both processes.
         cycles: attach-and-detach cycles of the leak test.
     """
 
     engine_name = "local"
     options: ClassVar[dict[str, str]] = {}
+    memory = PLAIN
     cycles = 50
 
     def make_engine(self) -> Engine:
@@ -50,14 +54,14 @@ class EngineSuite:
     def make_pair(self) -> Pair:
         """A writer and a target in this process, not attached."""
         options = dict(self.options)
-        writer = open_end(self.make_engine(), 1, POOL_BYTES, options)
-        pair = Pair(writer, open_end(self.make_engine(), 2, POOL_BYTES, options))
+        ends = [open_end(self.make_engine(), number, POOL_BYTES, options, self.memory) for number in (1, 2)]
+        pair = Pair(ends[0], ends[1])
         pair.writer.pool[:] = np.random.default_rng(5).integers(0, 256, POOL_BYTES, np.uint8)
         return pair
 
     def spawn(self, nbytes: int = FLOOD_BYTES, prefix: tuple[str, ...] = ()) -> EngineProcess:
         """A second process with an opened engine and a pool of nbytes."""
-        process = EngineProcess(self.engine_name, dict(self.options), 99, nbytes, prefix)
+        process = EngineProcess(self.engine_name, dict(self.options), 99, nbytes, prefix, self.memory)
         self._processes.append(process)
         return process
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvferry.engines.grants import GrantTable
 from kvferry.engines.seam import Batch, Done, Engine, EngineConfig, Outcome, Region, Ticket
 from kvferry.ids import PeerId
+from kvferry.testing.suite_memory import PLAIN, new_pool
 
 CLAIM = 7
 GUARD = 0xEE
@@ -42,9 +43,11 @@ class End:
         self.grants.add(peer, claim, [self.address], [self.address + self.pool.nbytes])
 
 
-def open_end(engine: Engine, incarnation: int, nbytes: int, options: dict[str, str]) -> End:
-    """Open an engine with a pool of nbytes guard bytes."""
-    end = End(engine, PeerId(incarnation), np.full(nbytes, GUARD, np.uint8), GrantTable())
+def open_end(engine: Engine, incarnation: int, nbytes: int, options: dict[str, str], memory: str = PLAIN) -> End:
+    """Open an engine with a pool of nbytes guard bytes, from where `memory` says."""
+    pool = new_pool(memory, nbytes)
+    pool[:] = GUARD
+    end = End(engine, PeerId(incarnation), pool, GrantTable())
     engine.open(EngineConfig(end.me, end.grants, options=options))
     engine.register([Region(end.address, nbytes)])
     return end

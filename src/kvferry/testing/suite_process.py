@@ -1,6 +1,6 @@
 """A second process with an engine of its own, told what to do by JSON lines; the suite kills and stops it.
 
-Run as `python -m kvferry.testing.suite_process ENGINE OPTIONS_JSON INCARNATION POOL_BYTES`.
+Run as `python -m kvferry.testing.suite_process ENGINE OPTIONS_JSON INCARNATION POOL_BYTES MEMORY`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
 from kvferry.engines.seam import Batch, Done, EngineConfig, Region, Ticket
 from kvferry.ids import PeerId
+from kvferry.testing.suite_memory import PLAIN, new_pool
 
 _IDLE_POLL_S = 0.002
 _ANSWER_S = 20.0
@@ -42,6 +43,7 @@ class EngineProcess:
         incarnation: int,
         nbytes: int,
         prefix: tuple[str, ...] = (),
+        memory: str = PLAIN,
     ) -> None:
         command = [
             *prefix,
@@ -52,6 +54,7 @@ class EngineProcess:
             json.dumps(options),
             str(incarnation),
             str(nbytes),
+            memory,
         ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(  # noqa: S603 - the command is ours
@@ -117,8 +120,9 @@ class EngineProcess:
 class _Worker:
     """The process's own side: one engine, one pool, one command at a time."""
 
-    def __init__(self, engine: str, options: dict[str, str], me: PeerId, nbytes: int) -> None:
-        self.pool = np.full(nbytes, 0xEE, np.uint8)
+    def __init__(self, engine: str, options: dict[str, str], me: PeerId, nbytes: int, memory: str) -> None:
+        self.pool = new_pool(memory, nbytes)
+        self.pool[:] = 0xEE
         self.grants = GrantTable()
         self.engine = find.load(engine)
         self.engine.open(EngineConfig(me, self.grants, options=options))
@@ -198,8 +202,8 @@ def _say(answer: Command) -> None:
 
 
 def _main() -> None:
-    engine, options, incarnation, nbytes = sys.argv[1:]
-    _Worker(engine, json.loads(options), PeerId(int(incarnation)), int(nbytes)).run()
+    engine, options, incarnation, nbytes, memory = sys.argv[1:]
+    _Worker(engine, json.loads(options), PeerId(int(incarnation)), int(nbytes), memory).run()
 
 
 if __name__ == "__main__":

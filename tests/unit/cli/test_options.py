@@ -11,6 +11,7 @@ from kvferry.cli.words import count
     [
         ("demo", {"--prompt", "--file", "--model", "--engine", "--max-new-tokens", "--json"}),
         ("bootstrap", {"--host", "--port", "--insecure"}),
+        ("engines", {"--json"}),
         ("simulate", {"--rooms", "--seed", "--json"}),
     ],
 )

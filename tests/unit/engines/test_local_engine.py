@@ -24,15 +24,16 @@ def opened(**options):
 @pytest.mark.parametrize(
     ("mechanism", "caps"),
     [
-        ("auto", Caps.FENCE | Caps.GRANTS | Caps.BLOCKING),
-        ("cma", Caps.FENCE | Caps.BLOCKING),
-        ("tcp", Caps.FENCE | Caps.GRANTS),
+        ("auto", Caps.FENCE | Caps.ANY_THREAD | Caps.GRANTS | Caps.BLOCKING),
+        ("shm", Caps.FENCE | Caps.ANY_THREAD | Caps.BLOCKING),
+        ("cma", Caps.FENCE | Caps.ANY_THREAD | Caps.BLOCKING),
+        ("tcp", Caps.FENCE | Caps.ANY_THREAD | Caps.GRANTS),
     ],
 )
 def test_capabilities_are_those_of_the_mechanism(mechanism, caps):
     engine = opened(mechanism=mechanism)
     assert engine.caps == caps
-    assert bool(engine.info()["tcp_port"]) == (mechanism != "cma")
+    assert bool(engine.info()["tcp_port"]) == (mechanism in {"auto", "tcp"})
     engine.close()
 
 

@@ -1,4 +1,4 @@
-"""The engine suite over both mechanisms of the local engine."""
+"""The engine suite over the mechanisms of the local engine."""
 
 from typing import ClassVar
 
@@ -10,6 +10,12 @@ class TestCrossMemoryAttach(EngineSuite):
     options: ClassVar = {"mechanism": "cma"}
 
 
+class TestSharedMemory(EngineSuite):
+    engine_name = "local"
+    options: ClassVar = {"mechanism": "shm"}
+    memory = "kvferry.testing.suite_memory:memfd"
+
+
 class TestTcp(EngineSuite):
     engine_name = "local"
     options: ClassVar = {"mechanism": "tcp"}
@@ -18,3 +24,8 @@ class TestTcp(EngineSuite):
 class TestWhicheverIsBest(EngineSuite):
     engine_name = "local"
     options: ClassVar = {"mechanism": "auto"}
+
+
+class TestWhicheverIsBestIntoSharedPools(TestWhicheverIsBest):
+    cycles = 5
+    memory = "kvferry.testing.suite_memory:memfd"

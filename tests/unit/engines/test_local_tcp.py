@@ -1,96 +1,32 @@
 """The TCP path: what a lost connection, a fence, a peer that stops reading and hostile bytes do."""
 
-import contextlib
 import os
 import socket
-import threading
 import time
-import tracemalloc
 
 import msgspec
 import numpy as np
 import pytest
+from tcp_caller import TCP, assert_still_works, slow_pair
 
 from kvferry.engines.grants import GrantTable
-from kvferry.engines.local import LocalEngine, blob, frames, pick, tcp_door
+from kvferry.engines.local import LocalEngine, blob, frames, pick
 from kvferry.engines.seam import EngineConfig, Outcome
 from kvferry.errors import AddressError
 from kvferry.ids import PeerId
-from kvferry.testing.suite import FLOOD_BYTES, EngineSuite
+from kvferry.testing.suite import FLOOD_BYTES
 from kvferry.testing.suite_pair import GUARD, Pair, open_end, wait_for
-
-TCP = {"mechanism": "tcp"}
-
-
-@pytest.fixture
-def pair():
-    made = Pair(*[open_end(LocalEngine(), number, 8 << 20, TCP) for number in (1, 2)])
-    made.writer.pool[:] = np.random.default_rng(3).integers(0, 256, made.writer.pool.nbytes, np.uint8)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def suite():
-    made = EngineSuite()
-    made.options = TCP
-    made.setup_method()
-    yield made
-    made.teardown_method()
-
-
-def raw_connection(pair):
-    said = blob.decode(pair.target.engine.describe())
-    connection = socket.create_connection((said.tcp_host, said.tcp_port), timeout=5)
-    return said, connection
-
-
-def greeted_connection(pair):
-    said, connection = raw_connection(pair)
-    connection.sendall(frames.encode_auth(said.token, PeerId(77)))
-    assert frames.decode_reply(connection.recv(frames.REPLY_BYTES)).code == frames.OK
-    return connection
-
-
-def assert_closed(connection):
-    with contextlib.suppress(ConnectionResetError):  # closed with our bytes unread
-        assert connection.recv(1) == b""
-    connection.close()
-
-
-def assert_still_works(pair):
-    assert pair.attach().outcome is Outcome.LANDED
-    assert pair.write(pair.batch([5], [9], [1000])).outcome is Outcome.LANDED
-    assert np.array_equal(pair.target.pool[9:1009], pair.writer.pool[5:1005])
-
-
-class SlowGrants(GrantTable):
-    """Admits nothing until it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked, self.go = threading.Event(), threading.Event()
-
-    def begin(self, *arguments):
-        self.asked.set()
-        assert self.go.wait(20)
-        return super().begin(*arguments)
 
 
 def test_a_lost_connection_leaves_unknown_and_a_new_one_proves_quiet():
-    grants = SlowGrants()
-    writer = open_end(LocalEngine(), 1, 8 << 20, TCP)
-    target = open_end(LocalEngine(), 2, 8 << 20, TCP)
-    target.engine.close()
-    target.engine, target.grants = LocalEngine(), grants
-    target.engine.open(EngineConfig(target.me, grants, options=TCP))
-    pair = Pair(writer, target)
+    pair, grants = slow_pair()
+    writer, target = pair.writer, pair.target
     assert pair.attach().outcome is Outcome.LANDED
     begun = writer.engine.submit(target.me, pair.batch([0], [0], [8 << 20]))
     unsent = writer.engine.submit(target.me, pair.batch([0], [0], [100]))
     assert grants.asked.wait(10)
     pair.step()
-    writer.engine._attachments[target.me].link._socket.shutdown(socket.SHUT_RDWR)
+    writer.engine._attachments[target.me].link._connections[0]._dial.socket.shutdown(socket.SHUT_RDWR)
     assert pair.settle(begun).outcome is Outcome.FAILED_UNKNOWN
     assert pair.settle(unsent).outcome is Outcome.FAILED_QUIET
     assert pair.write(pair.batch([0], [0], [100])).outcome is Outcome.FAILED_QUIET
@@ -172,114 +108,58 @@ def test_a_row_of_the_target_that_is_no_memory_is_named_and_the_connection_goes_
     assert pair.write(pair.batch([0], [0], [100])).outcome is Outcome.LANDED
 
 
-GARBAGE = [
-    frames.encode_auth(bytes(32), PeerId(1)),
-    os.urandom(frames.AUTH_BYTES),
-    os.urandom(200_000),
-    b"GET / HTTP/1.1\r\n\r\n" * 5,
-    b"k",
-]
+NONCE = bytes(range(frames.NONCE_BYTES))
+CHALLENGE = frames.encode_challenge(NONCE)
 
 
-@pytest.mark.parametrize("said", GARBAGE, ids=["token", "random", "200 kB", "http", "truncated"])
-def test_whoever_does_not_show_the_token_is_turned_away_and_counted(pair, said):
-    _, connection = raw_connection(pair)
-    connection.sendall(said)
-    if len(said) < frames.AUTH_BYTES:
-        connection.shutdown(socket.SHUT_WR)
-    assert_closed(connection)
-    assert pair.target.engine.info()["garbage"] == 1
-    assert_still_works(pair)
-
-
-def test_whoever_says_nothing_is_turned_away(pair, monkeypatch):
-    monkeypatch.setattr(tcp_door, "GREETING_S", 0.1)
-    _, connection = raw_connection(pair)
-    assert_closed(connection)
-    assert pair.target.engine.info()["garbage"] == 1
-
-
-def test_strangers_that_fill_the_door_do_not_keep_an_honest_writer_out(pair, monkeypatch):
-    monkeypatch.setattr(tcp_door, "MAX_GUESTS", 4)
-    strangers = [raw_connection(pair)[1] for _ in range(10)]
-    assert_still_works(pair)
-    for stranger in strangers:
-        stranger.close()
-
-
-HEAD = frames._BATCH
-MAGIC = frames._BATCH_MAGIC
-HUGE = 2**63
-
-
-def rows(*nbytes):
-    return np.array([[0x1000] * len(nbytes), nbytes], np.uint64).tobytes()
+def welcome(token, auth):
+    caller = frames.decode_auth(auth, token, NONCE)
+    return frames.encode_reply(frames.OK, 0, frames.welcome(token, NONCE, caller))
 
 
 @pytest.mark.parametrize(
-    "frame",
+    ("first", "then"),
     [
-        HEAD.pack(MAGIC, 2**32 - 1, 1, 7, 100),
-        HEAD.pack(MAGIC, 1, 1, 7, 2**64 - 1),
-        HEAD.pack(MAGIC, 0, 1, 7, 0),
-        HEAD.pack(MAGIC, 1, 1, 7, 10) + rows(11),
-        HEAD.pack(MAGIC, 3, 1, 7, 10) + rows(HUGE, HUGE, 10),
-        HEAD.pack(b"oops", 1, 1, 7, 10) + rows(10),
-        os.urandom(200_000),
+        (os.urandom(500), None),
+        (b"", None),
+        (b"kfR1", None),
+        (CHALLENGE[:20], None),
+        (frames.encode_reply(frames.OK), None),
+        (CHALLENGE, lambda token, auth: CHALLENGE),
+        (CHALLENGE, lambda token, auth: frames.encode_reply(frames.OK)),
+        (CHALLENGE, lambda token, auth: welcome(token, auth)[:-1] + b"?"),
+        (CHALLENGE, lambda token, auth: welcome(token, auth) + frames.encode_reply(frames.OK, 12345)),
     ],
-    ids=["rows", "bytes", "none", "sum", "sum that wraps round", "magic", "random"],
-)
-def test_a_batch_that_claims_nonsense_ends_its_connection_and_allocates_nothing(pair, frame):
-    connection = greeted_connection(pair)
-    tracemalloc.start()
-    connection.sendall(frame)
-    assert_closed(connection)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2 << 20
-    assert pair.target.engine.info()["garbage"] == 1
-    assert (pair.target.pool == GUARD).all()
-    assert_still_works(pair)
-
-
-def test_a_truncated_batch_gives_its_grant_back(pair):
-    connection = greeted_connection(pair)
-    pair.target.grant(PeerId(77))
-    head = frames.encode_batch(1, 1, 7, 1000)
-    connection.sendall(head + np.array([pair.target.address, 1000], np.uint64).tobytes() + b"x" * 10)
-    deadline = time.monotonic() + 5
-    while not pair.target.grants.in_use(PeerId(77), 7) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert pair.target.grants.in_use(PeerId(77), 7)
-    connection.close()
-    while pair.target.grants.in_use(PeerId(77), 7) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert not pair.target.grants.in_use(PeerId(77), 7)
-    assert_still_works(pair)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [os.urandom(500), b"", frames.encode_reply(frames.OK) + frames.encode_reply(frames.OK, 12345), b"kfR1"],
-    ids=["random", "nothing", "a ticket that was never sent", "truncated"],
-)
-def test_a_target_that_talks_nonsense_loses_the_connection_and_nothing_else(pair, reply):
+    ids=["random", "nothing", "truncated", "half a challenge", "OK at once", "challenged twice", "no proof",
+         "a wrong proof", "a ticket that was never sent"],
+)  # fmt: skip
+def test_a_target_that_talks_nonsense_loses_the_connection_and_nothing_else(pair, first, then):
     said = blob.decode(pair.target.engine.describe())
     with socket.create_server(("127.0.0.1", 0)) as server:
         fake = msgspec.structs.replace(said, tcp_port=server.getsockname()[1])
         ticket = pair.writer.engine.attach(PeerId(66), blob.encode(fake))
         server.settimeout(5)
         connection, _ = server.accept()
-        pair.step()
-        assert connection.recv(1000).startswith(b"kfA1")
-        connection.sendall(reply)
-        connection.close()
+        connection.settimeout(5)
+        connection.sendall(first)
+        if then is not None:
+            pair.step()
+            connection.sendall(then(said.token, connection.recv(frames.AUTH_BYTES)))
+        connection.shutdown(socket.SHUT_WR)
         pair.settle(ticket)
         until = time.monotonic() + 5
         while "lost" not in pair.writer.engine.explain(PeerId(66)) and time.monotonic() < until:
             pair.step()
         assert "lost" in pair.writer.engine.explain(PeerId(66))
+        connection.close()
     assert_still_works(pair)
+
+
+def test_the_token_never_goes_over_the_wire(pair):
+    said = blob.decode(pair.target.engine.describe())
+    auth = frames.encode_auth(said.token, NONCE, frames.Caller(PeerId(1), bytes(16), 0))
+    assert said.token not in auth
+    assert said.token not in welcome(said.token, auth)
 
 
 def test_nobody_who_listens_means_a_failed_attach_with_the_reason(pair):

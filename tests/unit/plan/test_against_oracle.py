@@ -34,7 +34,7 @@ from kvferry.layout import (
     validate,
 )  # fmt: skip
 from kvferry.node.digests import Place
-from kvferry.plan import Limits, PageList, Part, batches, elect, fan_in, route, runs, small_batch
+from kvferry.plan import Limits, PageList, Part, Size, batches, elect, fan_in, route, runs, small_batch
 from kvferry.plan.canary import difference
 from kvferry.testing.oracle import Memory, cells, copy_batches, pages_of
 
@@ -191,7 +191,7 @@ def chunks_of(pages, page_tokens, size):
         yield PageList(pages.indices[start : start + size], pages.first_slot + start * page_tokens)
 
 
-def transfer(source, target, src_pages, dst_pages, request, chunk_pages, limits):
+def transfer(source, target, src_pages, dst_pages, request, first_token, chunk_pages, limits):
     """Send everything in chunks, as a sender does; returns the bytes."""
     prefix, num_tokens, rows = request
     path, total = route(source.layout, target.layout), 0
@@ -204,7 +204,7 @@ def transfer(source, target, src_pages, dst_pages, request, chunk_pages, limits)
             total += copy_batches(sent)
     assert total == path.request_bytes(prefix, num_tokens, dict.fromkeys(path.spaces, rows))
     for name in path.spaces:
-        check_pattern(path, Part(name, prefix, num_tokens, src_pages[name], dst_pages[name], rows))
+        check_pattern(path, Part(name, prefix, num_tokens, src_pages[name], dst_pages[name], rows), first_token)
         check_canary(path, name, src_pages[name], dst_pages[name], request)
     return total
 
@@ -215,9 +215,11 @@ def byte_pairs(batch):
     return sorted((dst + i, src + i) for src, dst, nbytes in pairs for i in range(nbytes))
 
 
-def check_pattern(path, part):
+def check_pattern(path, part, first_token):
     """The pattern of a request's size gives the rows that the general way gives."""
-    batch = small_batch(path, [part])
+    space, prefix, num_tokens, src, dst, rows = part
+    pages = ({space: np.asarray(each.indices, np.int64)} for each in (src, dst))
+    batch = small_batch(path, {space: Size(first_token, prefix, num_tokens, rows)}, *pages)
     general = list(batches(path, [runs(path, part)], Limits()))
     if batch is None:
         assert not general, "a request with bytes has a pattern"
@@ -233,7 +235,9 @@ def check_canary(path, name, src_pages, dst_pages, request):
     lo, hi = leg.extent(prefix, num_tokens, rows)
     for full in (False, True):
         looks = [leg.look(lo, hi, num_tokens, side, full=full) for side in (0, 1)]
-        firsts = [given.first_slot // tokens for given, tokens in zip((src_pages, dst_pages), leg.page_tokens, strict=True)]
+        firsts = [
+            given.first_slot // tokens for given, tokens in zip((src_pages, dst_pages), leg.page_tokens, strict=True)
+        ]
         ours, theirs = (
             Place(name, look, np.asarray(given.indices, np.int64), first)
             for look, given, first in zip(looks, (src_pages, dst_pages), firsts, strict=True)
@@ -277,7 +281,7 @@ def check_side(sources, dst, draw, request, first_token, chunk_pages, limits):
         held = cells(source.layout, src_pages, first_token, num_tokens, rows)
         source.fill(held)
         target.expect(wanted, held)
-        transfer(source, target, src_pages, dst_pages, request, chunk_pages, limits)
+        transfer(source, target, src_pages, dst_pages, request, first_token, chunk_pages, limits)
         assert source.differences(held) == ""
     assert target.differences(wanted) == ""
 

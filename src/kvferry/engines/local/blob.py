@@ -25,8 +25,9 @@ class Blob(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         version: of this record.
         token: random, 32 bytes: whoever shows it was given this blob.
-        host: boot id and namespaces; equal only where cross-memory attach can work.
+        host: boot id and namespaces; equal only where a pid means the same process.
         unix: abstract Unix socket, without the leading NUL byte.
+        why_not_shared: why its memory can't be mapped by peers; "" if it can.
         nonce_address: where in the process its 32-byte nonce lies.
         nonce_digest: SHA-256 of the nonce.
         tcp_host: host name or address.
@@ -37,6 +38,7 @@ class Blob(msgspec.Struct, frozen=True, omit_defaults=True):
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     host: _Short = ""
     unix: Annotated[str, msgspec.Meta(max_length=100)] = ""
+    why_not_shared: _Short = ""
     nonce_address: Annotated[int, msgspec.Meta(ge=0)] = 0
     nonce_digest: _Digest = b""
     tcp_host: _Short = ""

@@ -1,42 +1,52 @@
-"""The embedded engine: cross-memory attach where two processes share a host and a user, TCP elsewhere."""
+"""The embedded engine: memory written directly where two processes share a host and a user, TCP elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import resource
 import secrets
 import selectors
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from kvferry.engines.findings import Finding
 from kvferry.engines.intervals import Intervals
 from kvferry.engines.local.blob import TOKEN_BYTES, VERSION, Blob, decode, encode, host_identity
-from kvferry.engines.local.link import Link, State
+from kvferry.engines.local.link import State
 from kvferry.engines.local.memory_link import MemoryLink
-from kvferry.engines.local.pick import Attachment
+from kvferry.engines.local.pick import Attachment, Tries
 from kvferry.engines.local.rows import why_not
+from kvferry.engines.local.shared_link import SharedLink
+from kvferry.engines.local.syscalls import error_name
 from kvferry.engines.local.target import Target
 from kvferry.engines.local.tcp_link import TcpLink
 from kvferry.engines.local.waker import Waker
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
-from kvferry.errors import ConfigError, EngineError, EngineUnavailable, WireError
+from kvferry.errors import ConfigError, EngineError, EngineUnavailable, KvferryError, WireError
 from kvferry.ids import PeerId
 from kvferry.plan.batch import Batch, Limits
 
-MECHANISMS = ("auto", "cma", "tcp")
+MECHANISMS = ("auto", "shm", "cma", "tcp")
+OPTIONS = ("mechanism", "tcp_connections")
+MAX_CONNECTIONS = 16
 _OPENING_POLL_S = 0.05
+_STEP_EVERY_S = 0.001
 
 
 class LocalEngine:
     """Moves batches between processes without any other library.
 
-    Option `mechanism`: "auto" (cross-memory attach, TCP where that is refused), "cma" or "tcp" alone.
+    Option `mechanism`: "shm" (shared memory: the target's pools are memfds, see `kvferry.allocate_pool`), "cma"
+    (cross-memory attach), "tcp", or "auto": the first of these, in this order, that works with the peer (ADR 0008).
+    Option `tcp_connections`: the most TCP connections to one peer, and the threads that receive, 1 to 16.
 
-    Capabilities, after `open`: FENCE always. GRANTS unless "cma": what comes by TCP a thread of the target
-    receives, and it checks each row first. By cross-memory attach the writer's process writes: it is trusted
-    with the whole memory, and a fence waits until it has ended or its engine has detached. BLOCKING unless
+    Capabilities, after `open`: FENCE always. GRANTS if TCP may be used: what comes by TCP a thread of the target
+    receives, and it checks each row first. By shared memory and by cross-memory attach the writer's process writes:
+    it is trusted with the memory, and a fence waits until it has ended or its engine has detached. BLOCKING unless
     "tcp": a copy is done inside `submit`. Only "tcp" (GRANTS without BLOCKING) checks every row of every peer.
     """
 
@@ -44,16 +54,18 @@ class LocalEngine:
     limits = Limits(rows=16384, bytes=8 << 20)
 
     def __init__(self) -> None:
-        self.caps = Caps.FENCE | Caps.BLOCKING
         self._mechanism = "auto"
+        self.caps = _caps_of(self._mechanism)
         self._tickets = itertools.count(1)
         self._sources = Intervals.none()
         self._attachments: dict[PeerId, Attachment] = {}
+        self._opening: dict[PeerId, Attachment] = {}
         self._attach_tickets: dict[Ticket, PeerId] = {}
         self._unknown: dict[PeerId, list[Ticket]] = {}
         self._fences: dict[Ticket, tuple[PeerId, int | None]] = {}
         self._done: list[Done] = []
         self._target: Target | None = None
+        self._stepped_at = 0.0
 
     def open(self, config: EngineConfig) -> None:
         """Start to listen.
@@ -62,30 +74,44 @@ class LocalEngine:
             ConfigError: an option is unknown or has a value that isn't.
             AddressError: no port of config.data_ports can be bound.
             EngineUnavailable: this is not Linux.
-            EngineError: the engine is open already.
+            EngineError: the engine is open already, or this process has no descriptor left for it.
         """
         if self._target is not None:
             raise EngineError("the local engine is open already", hint="make a new one with find.load('local')")
         if not sys.platform.startswith("linux"):
             raise EngineUnavailable(f"the local engine needs Linux, this is {sys.platform}")
         self._mechanism = _mechanism_of(config.options)
-        self.caps = Caps.FENCE | (Caps.NONE if self._mechanism == "cma" else Caps.GRANTS)
-        self.caps |= Caps.NONE if self._mechanism == "tcp" else Caps.BLOCKING
+        self._connections = _connections_of(config.options)
+        self.caps = _caps_of(self._mechanism)
         self._me = config.me
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._advertise_host = config.advertise_host
-        self._waker = Waker()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._waker.fileno(), selectors.EVENT_READ, None)
         try:
-            self._target = Target(config, self._mechanism, self._token, self.limits, self._waker.set)
-        except BaseException:
-            self._selector.close()
-            self._waker.close()
-            raise
+            self._start(config)
+        except OSError as error:
+            if isinstance(error, KvferryError):
+                raise
+            raise EngineError(
+                f"the local engine can't be opened: {error_name(error)} ({error.strerror}); this process may have "
+                f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open",
+                hint="raise that limit (ulimit -n)",
+            ) from error
+
+    def _start(self, config: EngineConfig) -> None:
+        with contextlib.ExitStack() as undo:
+            self._waker = Waker()
+            undo.callback(self._waker.close)
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            self._selector.register(self._waker.fileno(), selectors.EVENT_READ, None)
+            self._target = Target(config, self._mechanism, self._token, self.limits, self._connections, self._changed)
+            undo.pop_all()
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Replace the memory that batches are read from; raises EngineError naming a region that can't be."""
+        """Replace the memory that batches are read from, and that peers may map if all of it lies in memfd pools.
+
+        Raises:
+            EngineError: a region, which it names, can't be registered.
+        """
         for number, region in enumerate(regions):
             if region.device >= 0:
                 raise EngineError(f"region {number} lies on device {region.device}; the local engine moves host memory")
@@ -94,19 +120,23 @@ class LocalEngine:
         starts = np.array([region.address for region in regions], np.uint64)
         ends = np.array([region.address + region.nbytes for region in regions], np.uint64)
         self._sources = Intervals.merged(starts, ends)
+        if self._target is not None:
+            self._target.shares.replace(regions)
 
     def describe(self) -> bytes:
         """The blob that peers hand to `attach`; it holds a secret token: for authenticated peers only."""
         target = self._opened()
         door, page = target.memory_door, target.page
+        by_cma = door is not None and "cma" in door.offers
         return encode(
             Blob(
                 version=VERSION,
                 token=self._token,
                 host=host_identity() if door else "",
                 unix=door.name if door else "",
-                nonce_address=page.address if door else 0,
-                nonce_digest=page.digest if door else b"",
+                why_not_shared=target.why_not_shared,
+                nonce_address=page.address if by_cma else 0,
+                nonce_digest=page.digest if by_cma else b"",
                 tcp_host=self._advertise_host if target.port else "",
                 tcp_port=target.port,
             )
@@ -123,13 +153,13 @@ class LocalEngine:
             self._done.append(Done(ticket, Outcome.FAILED_QUIET, str(error), "blob"))
             return ticket
         self._attach_tickets[ticket] = peer
-        attachment = self._attachments[peer] = Attachment(ticket, tries, self._selector)
+        attachment = self._attachments[peer] = self._opening[peer] = Attachment(peer, ticket, tries, self._selector)
         attachment.step()
         self._collect(peer, attachment)
         return ticket
 
     def submit(self, peer: PeerId, batch: Batch) -> Ticket:
-        """Begin to write a batch; with cross-memory attach it is written when this returns."""
+        """Begin to write a batch; unless it goes by TCP it is written when this returns."""
         ticket = next(self._tickets)
         attachment = self._attachments.get(peer)
         reason = why_not(batch, self._sources, self.limits)
@@ -150,12 +180,15 @@ class LocalEngine:
         until = time.monotonic() + budget_s
         wait_s = 0.0
         while True:
-            self._step(wait_s)
+            # a copy that was made inside submit is not held up by a look at the sockets each time
+            if not self._done or until - budget_s - self._stepped_at > _STEP_EVERY_S:
+                self._step(wait_s)
+                self._stepped_at = time.monotonic()
             left_s = until - time.monotonic()
             if self._done or left_s <= 0:
                 done, self._done = self._done, []
                 return done
-            wait_s = min(left_s, _OPENING_POLL_S) if self._has_opening() else left_s
+            wait_s = min(left_s, _OPENING_POLL_S) if self._opening else left_s
 
     def fence(self, peer: PeerId, claim: int | None = None) -> Ticket:
         """Drop the grant, refuse later attachments of the peer, wait for proof that nothing more can land.
@@ -198,37 +231,45 @@ class LocalEngine:
             "tcp_port": target.port,
             "peers": {str(peer): attachment.explain() for peer, attachment in self._attachments.items()},
             "writers": target.writers.mechanisms(),
+            "shared_memory": target.why_not_shared or "offered",
             "garbage": target.garbage,
             "fences_waiting": len(self._fences),
         }
+
+    def tryout(self) -> list[Finding]:
+        """Try each mechanism between two processes of this host, and read what limits them."""
+        from kvferry.engines.local.tryout import tryout
+
+        return tryout()
 
     def _opened(self) -> Target:
         if self._target is None:
             raise EngineError("the local engine is not open", hint="call open() first, and nothing after close()")
         return self._target
 
-    def _tries(self, peer: PeerId, blob: Blob) -> list[Callable[[], Link]]:
+    def _tries(self, peer: PeerId, blob: Blob) -> Tries:
         me = PeerId(self._me.incarnation, peer.epoch)
-        tries: list[Callable[[], Link]] = []
-        if self._mechanism in {"auto", "cma"}:
-            tries.append(lambda: MemoryLink(blob, me))
-        if self._mechanism in {"auto", "tcp"}:
-            tries.append(lambda: TcpLink(blob, me, self._waker.set))
-        return tries
+        tries: Tries = [
+            ("shm", lambda: SharedLink(blob, me)),
+            ("cma", lambda: MemoryLink(blob, me)),
+            ("tcp", lambda: TcpLink(blob, me, self._waker.set, self._connections)),
+        ]
+        return [one for one in tries if self._mechanism in {"auto", one[0]}]
 
     def _step(self, wait_s: float) -> None:
         ready = self._selector.select(wait_s)
         # cleared before the fences are looked at: a change after that wakes the next wait
         self._waker.clear()
-        readable = {id(key.data) for key, _ in ready}
-        for peer, attachment in list(self._attachments.items()):
-            if attachment.state is State.OPENING or id(attachment) in readable:
-                attachment.step()
-                self._collect(peer, attachment)
+        readable = {key.data for key, _ in ready if key.data is not None}
+        for attachment in readable | set(self._opening.values()):
+            attachment.step()
+            self._collect(attachment.peer, attachment)
         self._check_fences()
 
-    def _has_opening(self) -> bool:
-        return any(attachment.state is State.OPENING for attachment in self._attachments.values())
+    def _changed(self) -> None:
+        # in the target's threads; a fence that is asked for meanwhile looks for itself before it waits
+        if self._fences:
+            self._waker.set()
 
     def _check_fences(self) -> None:
         for ticket, (peer, claim) in list(self._fences.items()):
@@ -237,6 +278,8 @@ class LocalEngine:
                 self._done.append(Done(ticket, Outcome.LANDED))
 
     def _collect(self, peer: PeerId, attachment: Attachment) -> None:
+        if attachment.state is not State.OPENING and self._opening.get(peer) is attachment:
+            del self._opening[peer]
         for done in attachment.done:
             self._done.append(done)
             if done.outcome is Outcome.FAILED_UNKNOWN:
@@ -248,19 +291,37 @@ class LocalEngine:
         attachment.done.clear()
 
     def _drop_attachment(self, peer: PeerId) -> None:
+        self._opening.pop(peer, None)
         attachment = self._attachments.pop(peer, None)
         if attachment is not None:
             attachment.close()
             self._collect(peer, attachment)
 
 
+def _caps_of(mechanism: str) -> Caps:
+    by_tcp = Caps.GRANTS if mechanism in {"auto", "tcp"} else Caps.NONE
+    by_memory = Caps.NONE if mechanism == "tcp" else Caps.BLOCKING
+    return Caps.FENCE | Caps.ANY_THREAD | by_tcp | by_memory
+
+
 def _mechanism_of(options: dict[str, str]) -> str:
-    unknown = sorted(set(options) - {"mechanism"})
+    unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise ConfigError(f"the local engine has no option {unknown[0]!r}", hint="its only option is 'mechanism'")
+        raise ConfigError(
+            f"the local engine has no option {unknown[0]!r}", hint=f"its options are {' and '.join(map(repr, OPTIONS))}"
+        )
     mechanism = options.get("mechanism", "auto")
     if mechanism not in MECHANISMS:
         raise ConfigError(
             f"option 'mechanism' of the local engine is {mechanism!r}", hint=f"one of {', '.join(MECHANISMS)}"
         )
     return mechanism
+
+
+def _connections_of(options: dict[str, str]) -> int:
+    text = options.get("tcp_connections", "2")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_CONNECTIONS:
+        raise ConfigError(
+            f"option 'tcp_connections' of the local engine is {text!r}", hint=f"a number from 1 to {MAX_CONNECTIONS}"
+        )
+    return int(text)

@@ -33,6 +33,24 @@ def vectors_of(addresses: U64, nbytes: U64) -> U64:
     return merged
 
 
+def merged_rows(src: U64, dst: U64, nbytes: U64) -> tuple[U64, U64, U64]:
+    """Merge rows that follow each other both here and there.
+
+    Args:
+        src: uint64[N] addresses here.
+        dst: uint64[N] addresses there.
+        nbytes: uint64[N] bytes per row, none 0.
+
+    Returns:
+        The same three for M <= N rows; the arrays that were given if nothing can be merged.
+    """
+    joined = (src[1:] == src[:-1] + nbytes[:-1]) & (dst[1:] == dst[:-1] + nbytes[:-1])
+    if not joined.any():
+        return src, dst, nbytes
+    first = np.flatnonzero(np.concatenate([[True], ~joined]))
+    return src[first], dst[first], np.add.reduceat(nbytes, first)
+
+
 class Cursor:
     """iovecs of which the first `done` of `total` bytes have been moved."""
 

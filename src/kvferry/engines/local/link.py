@@ -1,4 +1,4 @@
-"""What the writer's two kinds of connection have in common."""
+"""What the writer's kinds of connection have in common."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Link(Protocol):
     """The writer's end of one attachment. No call waits; `step` does what can be done now.
 
     Attributes:
-        mechanism: "cma" or "tcp".
+        mechanism: "shm", "cma" or "tcp".
         state: OPENING, then READY or LOST; LOST is final.
         why: why it is lost, in words.
         done: tickets that have ended; whoever reads them empties the list.

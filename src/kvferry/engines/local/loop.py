@@ -1,4 +1,4 @@
-"""The engine's accept thread: a small reactor over the sockets and pidfds that peers make readable."""
+"""The engine's own threads: a small reactor over the sockets and pidfds of peers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SWEEP_S = 0.5
 
 
 class Loop:
-    """Calls back when a descriptor is readable.
+    """Calls back when a descriptor is ready.
 
     `watch` and `unwatch` belong to its thread, or come before `start`. A callback that raises loses its
     descriptor and is logged; the others go on.
@@ -31,13 +31,16 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._selector.register(self._waker.fileno(), selectors.EVENT_READ, self._waker.clear)
 
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call back whenever fd is readable."""
-        self._selector.register(fd, selectors.EVENT_READ, callback)
+    def watch(self, fd: int, callback: Callable[[], None], events: int = selectors.EVENT_READ) -> None:
+        """Call back whenever fd is ready for these events (selectors.EVENT_*); again for the same fd replaces."""
+        if fd in self._selector.get_map():
+            self._selector.modify(fd, events, callback)
+        else:
+            self._selector.register(fd, events, callback)
 
     def unwatch(self, fd: int) -> None:
-        """Watch it no more; an unknown descriptor is ignored."""
-        if fd in self._selector.get_map():
+        """Watch it no more; an unknown descriptor is ignored, and all are when the loop has stopped."""
+        if fd in (self._selector.get_map() or ()):
             self._selector.unregister(fd)
 
     def sweep(self, callback: Callable[[], bool]) -> None:

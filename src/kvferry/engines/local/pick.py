@@ -1,4 +1,4 @@
-"""One attached peer: memory first, TCP when memory can't be used, and the reason kept for people."""
+"""One attached peer: the first mechanism that works, and the reasons against the earlier ones kept for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import time
 from collections.abc import Callable
 
 from kvferry.engines.local.link import Link, State
+from kvferry.engines.local.syscalls import error_name
 from kvferry.engines.seam import Batch, Done, Outcome, Ticket
+from kvferry.ids import PeerId
+
+Tries = list[tuple[str, Callable[[], Link]]]
+"""Mechanisms in the order in which they are tried: name, and what begins it."""
 
 OPENING_S = 5.0
 """How long one mechanism may take to answer before the next is tried."""
@@ -17,11 +22,13 @@ class Attachment:
     """Tries mechanisms in order until one is ready, then hands batches to it.
 
     Attributes:
+        peer: whom it is attached to.
         link: the link in use or being tried; None when all have failed before a descriptor was made.
         done: outcomes that wait to be collected, the attach ticket's among them.
     """
 
-    def __init__(self, ticket: Ticket, tries: list[Callable[[], Link]], selector: selectors.BaseSelector) -> None:
+    def __init__(self, peer: PeerId, ticket: Ticket, tries: Tries, selector: selectors.BaseSelector) -> None:
+        self.peer = peer
         self.done: list[Done] = []
         self.link: Link | None = None
         self._ticket = ticket
@@ -79,7 +86,13 @@ class Attachment:
 
     def _next(self) -> None:
         while self._tries:
-            self.link = self._tries.pop(0)()
+            mechanism, begin = self._tries.pop(0)
+            try:
+                self.link = begin()
+            except OSError as error:  # no descriptor is left, for instance
+                self.link = None
+                self._reasons.append(f"{mechanism}: it can't begin: {error_name(error)} ({error.strerror})")
+                continue
             self._until_s = time.monotonic() + OPENING_S
             if self.link.state is State.LOST:
                 self._note(self.link, self.link.why)

@@ -1,15 +1,17 @@
-"""The target's TCP side: listens, lets in who shows the token, starts a receiver for each connection."""
+"""The target's TCP side: listens, lets in who proves to hold the token, hands each connection to a receiver."""
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import itertools
+import secrets
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.engines.local import frames
+from kvferry.engines.local.descriptors import OUT_OF_DESCRIPTORS, Spare, descriptor_limit, why_none_is_left
 from kvferry.engines.local.loop import Loop
 from kvferry.engines.local.receiver import Receiver
 from kvferry.engines.local.writers import Writers
@@ -17,20 +19,27 @@ from kvferry.errors import AddressError, WireError
 from kvferry.plan.batch import Limits
 
 GREETING_S = 5.0
-MAX_GUESTS = 64
-_BACKLOG = 128
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+PATIENCE_S = 0.5
+"""How long a guest may be silent when others wait outside; many honest writers may come at the same moment."""
+MAX_GUESTS = 512
+_SHARE_OF_DESCRIPTORS = 8  # guests may take an eighth of what the process may open: nothing is known of them
+_BACKLOG = 1024
 
 
 @dataclass
 class _Guest:
     connection: socket.socket
-    until: float
+    since: float
+    nonce: bytes
     said: bytearray = field(default_factory=bytearray)
 
 
 class TcpDoor:
-    """Runs in the loop's thread; a stranger costs one descriptor for at most 5 s, and no thread."""
+    """Runs in the loop's thread; a stranger costs one descriptor for at most 5 s, and no thread.
+
+    Who is let in is served by one of a few threads, the lanes, however many connections there are: those of one
+    attachment by different ones.
+    """
 
     def __init__(
         self,
@@ -39,6 +48,7 @@ class TcpDoor:
         token: bytes,
         writers: Writers,
         limits: Limits,
+        lanes: int,
         on_change: Callable[[], None],
     ) -> None:
         self._loop = loop
@@ -48,9 +58,13 @@ class TcpDoor:
         self._limits = limits
         self._on_change = on_change
         self._guests: dict[int, _Guest] = {}
+        self._full = False
+        self._lanes: dict[int, Loop] = {}
+        self._most_lanes = lanes
         self.garbage = 0
         loop.watch(listener.fileno(), self._accept)
         loop.sweep(self._sweep)
+        self._spare = Spare()
 
     def close(self) -> None:
         """Close what is open; only when the loop has stopped."""
@@ -58,27 +72,41 @@ class TcpDoor:
             guest.connection.close()
         self._guests.clear()
         self._listener.close()
-        receivers = self._writers.receivers()
-        for receiver in receivers:
-            receiver.cut(None)
-        for receiver in receivers:
-            receiver.join()
+        self._spare.give()
+        for lane in self._lanes.values():
+            lane.stop()
+        for receiver in self._writers.receivers():
+            receiver.end()
 
     def _accept(self) -> None:
-        connection = accept(self._listener, self._loop)
-        if connection is None:
+        if len(self._guests) >= min(MAX_GUESTS, descriptor_limit() // _SHARE_OF_DESCRIPTORS):
+            # the others wait outside until one of these has spoken, or was silent for too long
+            self._full = True
+            self._loop.unwatch(self._listener.fileno())
             return
-        if len(self._guests) >= MAX_GUESTS:
-            # the one that has been silent longest: an honest writer speaks as soon as it is connected
-            oldest = next(iter(self._guests.values()))
-            self._release(oldest)
-            self._turn_away(oldest)
+        try:
+            connection = self._listener.accept()[0]
+        except OSError as error:
+            if error.errno in OUT_OF_DESCRIPTORS:
+                self._send_away(why_none_is_left("the target", error))
+            return
+        self._spare.keep()
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        guest = _Guest(connection, time.monotonic() + GREETING_S)
+        guest = _Guest(connection, time.monotonic(), secrets.token_bytes(frames.NONCE_BYTES))
         self._guests[connection.fileno()] = guest
         self._loop.watch(connection.fileno(), lambda: self._greet(guest))
+        send_and_forget(connection, frames.encode_challenge(guest.nonce))
+
+    def _send_away(self, reason: str) -> None:
+        """Tell the next caller that no descriptor is left, with the one that was kept for this."""
+        if self._spare.give():
+            with contextlib.suppress(OSError), self._listener.accept()[0] as connection:
+                send_and_forget(connection, frames.encode_reply(frames.REFUSED, 0, reason))
+        self._spare.keep()
+        # the listener stays readable: without a pause this thread would spin
+        self._loop.pause(0.02)
 
     def _greet(self, guest: _Guest) -> None:
         try:
@@ -98,24 +126,39 @@ class TcpDoor:
 
     def _admit(self, guest: _Guest) -> None:
         try:
-            peer = frames.decode_auth(bytes(guest.said), self._token)
+            caller = frames.decode_auth(bytes(guest.said), self._token, guest.nonce)
         except WireError:
             self._turn_away(guest)
             return
-        receiver = Receiver(guest.connection, peer, self._writers.grants, self._limits, self._on_change)
-        refusal = self._writers.admit_receiver(peer, receiver)
+        try:
+            refusal = self._start(guest, caller)
+        except OSError as error:
+            refusal = why_none_is_left("the target", error)
         if refusal:
             send_and_forget(guest.connection, frames.encode_reply(frames.REFUSED, 0, refusal))
-            receiver.discard()
-        else:
-            receiver.start(self._ended, self._count_garbage)
+            guest.connection.close()
 
-    def _ended(self, receiver: Receiver) -> None:
-        self._writers.forget_receiver(receiver.peer, receiver)
+    def _start(self, guest: _Guest, caller: frames.Caller) -> str:
+        """Hand the connection to a receiver; returns "" or why it is refused. Raises OSError: no descriptor left."""
+        lane = self._lane((caller.attachment[0] + caller.number) % self._most_lanes)
+        welcome = frames.welcome(self._token, guest.nonce, caller)
+        receiver = Receiver(
+            guest.connection, caller, welcome, lane, self._writers, self._limits, self._on_change, self._count_garbage
+        )
+        refusal = self._writers.admit_receiver(receiver)
+        if not refusal:
+            receiver.look_again()
+        return refusal
+
+    def _lane(self, number: int) -> Loop:
+        if number not in self._lanes:
+            self._lanes[number] = Loop(f"kvferry-local-receive-{number}")
+            self._lanes[number].start()
+        return self._lanes[number]
 
     def _sweep(self) -> bool:
-        now = time.monotonic()
-        for guest in [guest for guest in self._guests.values() if guest.until < now]:
+        latest = time.monotonic() - (min(PATIENCE_S, GREETING_S) if self._full else GREETING_S)
+        for guest in [guest for guest in self._guests.values() if guest.since < latest]:
             self._release(guest)
             self._turn_away(guest)
         return bool(self._guests)
@@ -123,6 +166,9 @@ class TcpDoor:
     def _release(self, guest: _Guest) -> None:
         self._loop.unwatch(guest.connection.fileno())
         del self._guests[guest.connection.fileno()]
+        if self._full:
+            self._full = False
+            self._loop.watch(self._listener.fileno(), self._accept)
 
     def _turn_away(self, guest: _Guest) -> None:
         self._count_garbage()
@@ -165,7 +211,7 @@ def accept(listener: socket.socket, loop: Loop) -> socket.socket | None:
     try:
         return listener.accept()[0]
     except OSError as error:
-        if error.errno in _OUT_OF_DESCRIPTORS:
+        if error.errno in OUT_OF_DESCRIPTORS:
             # the listener stays readable: without a pause this thread would spin
             loop.pause(0.1)
         return None

@@ -1,0 +1,1 @@
+"""Measurements between real processes, as the scheduler that calls kvferry sees them."""
