@@ -140,6 +140,8 @@ class Mover:
         while self._helped and self._is_small() and self._turn.acquire(blocking=False):
             try:
                 self._small_turn()
+            except Exception as error:  # noqa: BLE001 - it is not this thread's to raise: the mover ends
+                self._died(error)
             finally:
                 self._turn.release()
         if self._inbox or self._jobs:
@@ -191,13 +193,18 @@ class Mover:
                     self._submit_some()
                     self._collect(BUSY_POLL_S if self._only_waits() else 0.0)
                     pause_s = self._pause_s()
-        except Exception as error:
-            log.exception("the mover of engine %s died", self._engine.name)
-            self._reports.broken(f"the mover thread of engine {self._engine.name} died: {error!r}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, no outcome can be relied on any more
+            self._died(error)
         finally:
             with self._turn:
                 self._running = False
                 self._engine.close()
+
+    def _died(self, error: Exception) -> None:
+        self._running = False
+        log.error("the mover of engine %s died", self._engine.name, exc_info=error)
+        self._reports.broken(f"the mover thread of engine {self._engine.name} died: {error!r}")
+        self._bell.put(None)
 
     def _pause_s(self) -> float:
         if self._ready or self._attaching or any(job.out for job in self._jobs.values()):

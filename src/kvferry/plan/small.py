@@ -5,7 +5,6 @@ The general way (runs, batches, the places of a canary) costs some 300 us of num
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from kvferry.layout.deal import I64, list_begin
 from kvferry.plan.batch import Batch
 from kvferry.plan.canary import Look
 from kvferry.plan.pattern import Pattern
+from kvferry.plan.recent import Recent
 from kvferry.plan.route import Leg, Route
 
 SMALL_BYTES = 256 << 10
@@ -52,7 +52,8 @@ class Recipe(NamedTuple):
 
 def recipe(leg: Leg, size: Size) -> Recipe | None:
     """The recipe of a small request; None where nothing moves. Raises InputError as `runs` does."""
-    return leg.recipes.get(size, lambda: _recipe(leg, size), lambda _: True)
+    known: Recent[Recipe | None] = leg.recipes
+    return known.get(size, lambda: _recipe(leg, size), lambda _: True)
 
 
 def _recipe(leg: Leg, size: Size) -> Recipe | None:
@@ -85,27 +86,23 @@ def small_batch(
     Raises:
         InputError: the numbers make no request, as in `runs`.
     """
-    columns = []
+    columns: list[tuple[I64, I64, I64]] = []
     for space, size in sizes.items():
         leg = route.leg(space)
         found = recipe(leg, size)
         if found is None:
             return None
-        pattern, firsts = found.pattern, found.first_pages
-        if not all(_fits(leg, pattern, side, (src, dst)[side][space], firsts[side]) for side in (0, 1)):
+        pattern, (here, there) = found.pattern, found.first_pages
+        if not (_fits(leg, pattern, 0, src[space], here) and _fits(leg, pattern, 1, dst[space], there)):
             return None
-        at = (pattern.addresses(side, (src, dst)[side][space], firsts[side]) for side in (0, 1))
-        columns.append((*at, pattern.nbytes))
+        columns.append(
+            (pattern.addresses(0, src[space], here), pattern.addresses(1, dst[space], there), pattern.nbytes)
+        )
     if not columns:
         return None
-    rows = columns[0] if len(columns) == 1 else _joined(columns)
+    rows = columns[0] if len(columns) == 1 else [np.concatenate(column) for column in zip(*columns, strict=True)]
     at, to, nbytes = (column.view(np.uint64) for column in rows)
     return Batch(at, to, nbytes, int(nbytes.sum()), claim, chunk)
-
-
-def _joined(columns: Sequence[tuple[I64, I64, I64]]) -> tuple[I64, I64, I64]:
-    src, dst, nbytes = (np.concatenate(column) for column in zip(*columns, strict=True))
-    return src, dst, nbytes
 
 
 def _fits(leg: Leg, pattern: Pattern, side: int, pages: I64, first_page: int) -> bool:
