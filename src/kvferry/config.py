@@ -64,7 +64,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     drain_limit_s: float = 30.0
     hold_limit_s: float = 0.0
     batch_rows: int = 16384
-    batch_bytes: int = 8 << 20
+    batch_bytes: int = 16 << 20
     batches_in_flight: int = 4
     digest: str = "sample"
     engine_options: str = ""

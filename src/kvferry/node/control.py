@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.errors import Code, EngineError, Reason
 from kvferry.ids import KVPoll, PeerId
 from kvferry.node.batching import chunk_batches
+from kvferry.node.digests import landed, sent
 from kvferry.node.switchboard import Switchboard
 from kvferry.node.view import RoomView
 from kvferry.proto.claim import Claim
@@ -31,6 +32,7 @@ from kvferry.proto.effects import (
     Fence,
     Forget,
     Kind,
+    Prepare,
     Release,
     Revoke,
     Send,
@@ -50,6 +52,9 @@ log = logging.getLogger("kvferry.node")
 
 FRAMES_A_TURN = 32
 """Frames of one connection that a thread takes in passing."""
+
+POLLED_S = 0.005
+"""So long after a poll() the thread leaves the news to the next one."""
 
 AFTER_POLL_S = 0.001
 IDLE_POLL_S = 1.0
@@ -71,6 +76,7 @@ class Control:
         self._later: deque[Callable[[], None]] = deque()
         self._turn = threading.Lock()
         self._helper = threading.local()
+        self._polled_at = 0.0
         self._pause_s = 0.0
         self._wakes_at = 0.0
         self._next_tick = 0.0
@@ -82,6 +88,12 @@ class Control:
         """Have something short done soon: here and now, unless another thread has the turn."""
         self.calls.append(action)
         if not getattr(self._helper, "at_it", False):
+            self.help()
+
+    def poll(self) -> None:
+        """A scheduler asks for a room that has not ended: take the news for it."""
+        self._polled_at = time.monotonic()
+        if self.calls or self.links.has_news():
             self.help()
 
     def later(self, action: Callable[[], None]) -> None:
@@ -164,12 +176,24 @@ class Control:
 
     def _main(self) -> None:
         while self.running:
-            self.links.wait(0.0 if self.calls or self._later else self._pause_s)
+            self._sleep()
             with self._turn:
                 self._long_turn()
             self._help_others()
         with self._turn:
             self.links.close()
+
+    def _sleep(self) -> None:
+        """Leave the news to a scheduler that polls: it comes sooner than a thread that waits for the interpreter."""
+        polled_s = time.monotonic() - self._polled_at
+        if self.calls or self._later:
+            self.links.wait(0.0)
+        elif polled_s < POLLED_S:
+            pause_s = min(POLLED_S, self._pause_s)
+            self._wakes_at = time.monotonic() + pause_s
+            self.links.wait(pause_s, for_news=False)
+        else:
+            self.links.wait(self._pause_s)
 
     def _long_turn(self) -> None:
         try:
@@ -262,6 +286,11 @@ class Control:
         size = sys.maxsize if most is None else most
         self.node.mover.write(effect.job, effect.peer, lambda: chunk_batches(route, effect, limits), size)
 
+    def _prepare(self, effect: Prepare) -> None:
+        conn = self.board.conns.by_peer.get(effect.peer)
+        if conn is not None and conn.route is not None:
+            self.node.digests.prepare(Kind.OFFER, effect.offer, effect.peer, sent(conn.route, effect))
+
     def _digest(self, effect: Digest) -> None:
         conn = self.board.conns.by_peer.get(effect.peer)
         if conn is None or conn.route is None:
@@ -281,6 +310,7 @@ class Control:
         self.node.mover.stop(effect.job)
 
     def _release(self, effect: Release) -> None:
+        self.node.digests.forget(effect.kind, effect.id)
         view = self.node.views.get((effect.kind, effect.id))
         if view is not None:
             view.release()
@@ -323,10 +353,11 @@ class Control:
         conn, digest = self.board.conns.by_peer.get(peer), self.book.peers[peer].digest
         nbytes = claim.views[peer].expected_bytes or 0
         if conn is not None and conn.route is not None and digest and nbytes:
-            self.node.digests.expect(conn.route, claim.id, peer, facts, nbytes, full=digest == "full")
+            looks = landed(conn.route, facts, nbytes, full=digest == "full")
+            self.node.digests.prepare(Kind.CLAIM, claim.id, peer, looks)
 
     def _revoke(self, effect: Revoke) -> None:
-        self.node.digests.forget(effect.claim, effect.peers)
+        self.node.digests.forget(Kind.CLAIM, effect.claim)
         for peer in effect.peers:
             self.node.grants.drop(peer, effect.claim)
 
@@ -346,7 +377,8 @@ class Control:
 
 
 _DO: dict[type, Callable[[Control, Any], None]] = {
-    Send: Control._send, Submit: Control._submit, Digest: Control._digest, Verify: Control._verify,
-    Stop: Control._stop, Release: Control._release, Changed: Control._changed, WriteAux: Control._write_aux,
-    Expose: Control._expose, Revoke: Control._revoke, Fence: Control._fence, Forget: Control._forget,
+    Send: Control._send, Submit: Control._submit, Prepare: Control._prepare, Digest: Control._digest,
+    Verify: Control._verify, Stop: Control._stop, Release: Control._release, Changed: Control._changed,
+    WriteAux: Control._write_aux, Expose: Control._expose, Revoke: Control._revoke, Fence: Control._fence,
+    Forget: Control._forget,
 }  # fmt: skip

@@ -7,11 +7,13 @@ the copy.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,7 +28,7 @@ from kvferry.plan import SMALL_BYTES as RECIPE_BYTES
 from kvferry.plan import Route, Size, recipe
 from kvferry.plan.batch import U64
 from kvferry.plan.canary import Look, Sums, Windows, add, cells, difference, no_sums, weigh
-from kvferry.proto.effects import ClaimFacts, Digest, Verify
+from kvferry.proto.effects import Chunk, ClaimFacts, Digest, Kind, Prepare, Verify
 from kvferry.wire import Canary
 
 if TYPE_CHECKING:
@@ -36,18 +38,20 @@ SMALL_BYTES = 1 << 20
 BLOCK_BYTES = 4 << 20
 """Most bytes that are gathered at once for a full digest."""
 
+SHARED_BYTES = 16 << 20
+"""Of more bytes two threads read one half each."""
+
 KEPT_BYTES = 1 << 30
 """Claims of at most so many bytes are prepared for; what is kept meanwhile is about 1 % of them."""
 
 
 @dataclass
-class Content:
-    """A request's tokens on one side.
+class Looks:
+    """Where the canary of a request looks on one side, whatever its pages.
 
     Attributes:
         route: of the two ranks.
         side: 0 for the source, 1 for the destination.
-        pages: int32 page indices as raw bytes, per space.
         rows: pages listed per state space at the destination.
         first_token: the token that this side's page list begins with.
         prefix_tokens: tokens that do not move.
@@ -58,37 +62,42 @@ class Content:
 
     route: Route
     side: int
-    pages: Mapping[str, bytes]
     rows: Mapping[str, int]
     first_token: int
     prefix_tokens: int
     end_tokens: int
     full: bool
     nbytes: int
-    _places: list[Place] | None = None
+    _found: list[tuple[str, Look, int]] | None = None
 
-    def places(self) -> list[Place]:
-        """Where to look, per space that moves; raises InputError where the numbers make no request."""
-        if self._places is None:
-            self._places = [self._place(space) for space in self.route.spaces]
-        return self._places
+    @property
+    def is_prepared(self) -> bool:
+        """Whether all windows are made."""
+        return self._found is not None
 
     def prepare(self) -> None:
-        """Make all windows, unless they are to be read to the last byte."""
-        if not self.full:
-            self._places = [place._replace(seen=place.seen.kept()) for place in self.places()]
+        """Make all windows, unless they are to be read to the last byte or are too many."""
+        if not self.full and self.nbytes <= KEPT_BYTES:
+            self._found = [(space, seen.kept(), first) for space, seen, first in self._looks()]
 
-    def _place(self, space: str) -> Place:
-        leg, pages = self.route.leg(space), numbers(self.pages, space)
-        rows = self.rows.get(space, 0)
+    def places(self, pages: Mapping[str, bytes]) -> list[Place]:
+        """The same with pages; raises InputError where the numbers make no request."""
+        found = self._looks() if self._found is None else self._found
+        return [Place(space, seen, numbers(pages, space), first) for space, seen, first in found]
+
+    def _looks(self) -> list[tuple[str, Look, int]]:
+        return [(space, *self._look(space)) for space in self.route.spaces]
+
+    def _look(self, space: str) -> tuple[Look, int]:
+        leg, rows = self.route.leg(space), self.rows.get(space, 0)
         if self.nbytes <= RECIPE_BYTES and not self.full:
             found = recipe(leg, Size(self.first_token, self.prefix_tokens, self.end_tokens, rows))
             if found is not None:
-                return Place(space, found.looks[self.side], pages, found.first_pages[self.side])
+                return found.looks[self.side], found.first_pages[self.side]
         lo, hi = leg.extent(self.prefix_tokens, self.end_tokens, rows)
         mine = (leg.src, leg.dst)[self.side]
         first = list_begin(mine, self.first_token, self.end_tokens, rows) // mine.page_tokens
-        return Place(space, leg.look(lo, hi, self.end_tokens, self.side, full=self.full), pages, first)
+        return leg.look(lo, hi, self.end_tokens, self.side, full=self.full), first
 
 
 class Place(NamedTuple):
@@ -99,10 +108,11 @@ class Place(NamedTuple):
     pages: I64
     first_page: int
 
-    def sums(self, *, full: bool) -> Sums:
-        """Read this process's memory; raises IndexError where the pages do not hold the tokens."""
+    def sums(self, *, full: bool, share: tuple[int, int] = (0, 1)) -> Sums:
+        """Read this process's memory, or a share of it; raises IndexError where the pages do not hold the tokens."""
         found = no_sums(self.seen)
-        for windows in self.seen.blocks:
+        for whole in self.seen.blocks:
+            windows = whole.share(*share) if share[1] > 1 else whole
             addresses = windows.addresses(self.pages, self.first_page)
             values = _hashed(windows, self.seen, addresses) if full else weigh(windows, _words(windows, addresses))
             add(found, self.seen, windows, values)
@@ -113,38 +123,46 @@ def _words(windows: Windows, addresses: I64) -> U64:
     return read_words(addresses, windows.nbytes)
 
 
-def sent(route: Route, digest: Digest) -> Content:
-    """What a link sends, at the source."""
+def sent(route: Route, effect: Digest | Prepare) -> Looks:
+    """Of what a link sends, at the source."""
+    info = effect.info
+    return Looks(
+        route, 0, _rows(info.pages), effect.first_token, info.prefix_tokens, effect.end_tokens, effect.full,
+        info.expected_bytes or 0,
+    )  # fmt: skip
+
+
+def landed(route: Route, facts: ClaimFacts, nbytes: int, *, full: bool) -> Looks:
+    """Of what a claim gets from one source, at the destination."""
+    prefix = facts.prefix_tokens
+    return Looks(route, 1, _rows(facts.pages), prefix, prefix, facts.end_tokens, full, nbytes)
+
+
+def pages_of(chunks: Iterable[Chunk]) -> dict[str, bytes]:
+    """All page lists of an offer, one after the other."""
     pages: dict[str, bytes] = {}
-    for chunk in digest.chunks:
+    for chunk in chunks:
         for space, data in chunk.pages.items():
             pages[space] = pages.get(space, b"") + data
-    rows, prefix = _rows(digest.info.pages), digest.info.prefix_tokens
-    return Content(route, 0, pages, rows, digest.first_token, prefix, digest.end_tokens, digest.full, digest.nbytes)
-
-
-def landed(route: Route, facts: ClaimFacts, nbytes: int, *, full: bool) -> Content:
-    """What a claim gets from one source, at the destination."""
-    prefix, end = facts.prefix_tokens, facts.end_tokens
-    return Content(route, 1, facts.pages, _rows(facts.pages), prefix, prefix, end, full, nbytes)
+    return pages
 
 
 def _rows(pages: Mapping[str, bytes]) -> dict[str, int]:
     return {space: len(data) // 4 for space, data in pages.items() if space != MAIN}
 
 
-def canary(content: Content) -> Canary:
-    """Take a digest of one side."""
-    sums = {place.space: place.sums(full=content.full) for place in content.places()}
-    return Canary({name: (each.layers.tobytes(), each.pages.tobytes()) for name, each in sums.items()}, content.full)
+def canary(places: Sequence[Place], sums: Sequence[Sums], *, full: bool) -> Canary:
+    """The digest of one side, for the other one."""
+    named = zip(places, sums, strict=True)
+    return Canary({place.space: (each.layers.tobytes(), each.pages.tobytes()) for place, each in named}, full)
 
 
-def compare(content: Content, theirs: Canary) -> str:
+def compare(places: Sequence[Place], sums: Sequence[Sums], theirs: Canary) -> str:
     """Say how what landed differs from what was sent, "" if it does not."""
-    for place in content.places():
+    for place, mine in zip(places, sums, strict=True):
         there = Sums(*(_numbers(data) for data in theirs.sums.get(place.space, (b"", b""))))
-        numbers = place.pages[place.seen.first_page - place.first_page :].tolist()
-        text = difference(place.space, place.seen, place.sums(full=content.full), there, numbers)
+        numbered = place.pages[place.seen.first_page - place.first_page :].tolist()
+        text = difference(place.space, place.seen, mine, there, numbered)
         if text:
             return text
     return ""
@@ -178,44 +196,45 @@ class Digests:
         self._small: deque[Callable[[], None]] = deque()
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
-        self._expected: dict[tuple[int, PeerId], Content] = {}
+        self._prepared: dict[tuple[Kind, int], dict[PeerId, Looks]] = {}
+
+    def prepare(self, kind: Kind, number: int, peer: PeerId, looks: Looks) -> None:
+        """Find out now where to look when the time has come, so that it takes no time then."""
+        self._prepared.setdefault((kind, number), {})[peer] = looks
+        self._post(looks.nbytes, looks.prepare, lambda _: None)
+
+    def forget(self, kind: Kind, number: int) -> None:
+        """The room is over."""
+        self._prepared.pop((kind, number), None)
 
     def take(self, route: Route, effect: Digest) -> None:
         """Have a link's canary taken, and the book told."""
-        content, job, book = sent(route, effect), effect.job, self._node.book
+        job, book, pages = effect.job, self._node.book, pages_of(effect.chunks)
+        looks = self._prepared.get((Kind.OFFER, effect.offer), {}).get(effect.peer) or sent(route, effect)
 
         def failed(cause: str) -> None:
             self._tell(lambda: book.job_failed(time.monotonic(), job, cause, quiet=True))
 
-        def task() -> None:
-            found = canary(content)
+        def done(places: Sequence[Place], sums: Sequence[Sums]) -> None:
+            found = canary(places, sums, full=effect.full)
             self._tell(lambda: book.job_digested(time.monotonic(), job, found))
 
-        self._post(effect.nbytes, task, failed)
-
-    def expect(self, route: Route, claim: int, peer: PeerId, facts: ClaimFacts, nbytes: int, *, full: bool) -> None:
-        """Find out now where to look once the bytes have come, so that it takes no time then."""
-        if nbytes <= KEPT_BYTES:
-            content = self._expected[claim, peer] = landed(route, facts, nbytes, full=full)
-            self._post(nbytes, content.prepare, lambda _: None)
-
-    def forget(self, claim: int, peers: Iterable[PeerId]) -> None:
-        """The claim is over."""
-        for peer in peers:
-            self._expected.pop((claim, peer), None)
+        self._read(looks, pages, done, failed)
 
     def verify(self, route: Route, effect: Verify) -> None:
         """Have what landed compared, and the book told."""
-        key, book = (effect.claim, effect.peer), self._node.book
-        content = self._expected.pop(key, None)
-        if content is None or content.full != effect.canary.full:
-            content = landed(route, effect.facts, effect.nbytes, full=effect.canary.full)
-        known = content
+        book, theirs = self._node.book, effect.canary
+        looks = self._prepared.get((Kind.CLAIM, effect.claim), {}).get(effect.peer)
+        if looks is None or looks.full != theirs.full:
+            looks = landed(route, effect.facts, effect.nbytes, full=theirs.full)
 
         def differs(cause: str) -> None:
-            self._tell(lambda: book.verified(time.monotonic(), *key, cause))
+            self._tell(lambda: book.verified(time.monotonic(), effect.claim, effect.peer, cause))
 
-        self._post(effect.nbytes, lambda: differs(compare(known, effect.canary)), differs)
+        def done(places: Sequence[Place], sums: Sequence[Sums]) -> None:
+            differs(compare(places, sums, theirs))
+
+        self._read(looks, effect.facts.pages, done, differs)
 
     def help(self) -> None:
         """Do the small ones that were posted."""
@@ -231,6 +250,20 @@ class Digests:
         self._closed = True
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _read(
+        self,
+        looks: Looks,
+        pages: Mapping[str, bytes],
+        done: Callable[[Sequence[Place], Sequence[Sums]], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        """Read one side, in two shares at once if it is large."""
+        of = 2 if looks.nbytes > SHARED_BYTES and looks.is_prepared else 1
+        shares = _Shares(of, done, failed)
+        for number in range(of):
+            share = number, of
+            self._post(looks.nbytes, partial(shares.read, looks, pages, share), shares.failed)
 
     def _tell(self, action: Callable[[], None]) -> None:
         self._node.control.call(action)
@@ -250,3 +283,41 @@ class Digests:
                 self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvferry-digest")
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._threads.submit(guarded)
+
+
+class _Shares:
+    """What several threads have read of one side; whoever comes last says so, and a failure is said once."""
+
+    def __init__(
+        self, of: int, done: Callable[[Sequence[Place], Sequence[Sums]], None], failed: Callable[[str], None]
+    ) -> None:
+        self._lock = threading.Lock()
+        self._left = of
+        self._sums: list[Sums] | None = None
+        self._problem = ""
+        self._done, self._failed = done, failed
+
+    def read(self, looks: Looks, pages: Mapping[str, bytes], share: tuple[int, int]) -> None:
+        """Read a share."""
+        places = looks.places(pages)
+        found = [place.sums(full=looks.full, share=share) for place in places]
+        with self._lock:
+            if self._sums is not None:
+                found = [Sums(a.layers + b.layers, a.pages + b.pages) for a, b in zip(self._sums, found, strict=True)]
+            self._sums = found
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last and self._problem:
+            self._failed(self._problem)
+        elif last:
+            self._done(places, found)
+
+    def failed(self, cause: str) -> None:
+        """A share could not be read, or nothing could be made of what was read."""
+        with self._lock:
+            self._problem = self._problem or cause
+            self._left -= 1
+            last = self._left <= 0
+        if last:
+            self._failed(self._problem)

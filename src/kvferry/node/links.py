@@ -90,6 +90,8 @@ class Links:
         self._sleep = select.epoll()
         self._sleep.register(self._wake, select.EPOLLIN)
         self._sleep.register(self._news.fileno(), select.EPOLLIN)
+        self._deaf = select.epoll()
+        self._deaf.register(self._wake, select.EPOLLIN)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._doorbell = self._router.get_monitor_socket(_UNSPOKEN)
@@ -114,9 +116,12 @@ class Links:
         """Whether `take` would find something. Costs a microsecond and keeps the interpreter."""
         return bool(self._carried) or self._news.any()
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until there is news or a wake-up; for one thread, which need not own the sockets meanwhile."""
-        if not self._carried and self._sleep.poll(timeout_s):
+    def wait(self, timeout_s: float, *, for_news: bool = True) -> None:
+        """Sleep until there is a wake-up, or news; for one thread, which need not own the sockets meanwhile."""
+        if not for_news:
+            if self._deaf.poll(timeout_s):
+                _drain(self._wake)
+        elif not self._carried and self._sleep.poll(timeout_s):
             _drain(self._wake)
 
     # -- the owner
@@ -200,6 +205,7 @@ class Links:
         self._router.close(200)
         self._context.term()
         self._sleep.close()
+        self._deaf.close()
         self._news.close()
         with self._wake_lock:
             wake, self._wake = self._wake, -1

@@ -21,6 +21,9 @@ _REACH_BYTES = 1 << 50
 """Addresses of user space lie below (47, 48 or 52 bits; numpy bounds length times item)."""
 _MS_ASYNC = 1
 _WORDS = 8
+_AT_ONCE = 4096
+"""Windows whose cache lines are brought closer before they are read: 256 KiB of them."""
+_FEW = 64
 
 # keeps the interpreter: the call takes a microsecond
 _msync = ctypes.PyDLL(None, use_errno=True).msync
@@ -62,11 +65,26 @@ def read(addresses: I64, nbytes: int) -> npt.NDArray[np.void]:
     return np.asarray(_items(nbytes)[addresses - _PAGE_BYTES])
 
 
+def _touch(addresses: I64) -> None:
+    """Bring the first cache line of each place closer.
+
+    A loop over single bytes waits for many lines at once, the one that copies windows for one after the other: both
+    together take little more than half of the time of the second alone.
+    """
+    _items(1)[addresses - _PAGE_BYTES]
+
+
 def read_words(addresses: I64, nbytes: int) -> U64:
     """uint64[N, 8]: up to 64 bytes at each address, padded with zeros."""
-    found = read(addresses, nbytes)
     if nbytes == _WORDS * 8:
+        found = np.empty(len(addresses), f"V{nbytes}")
+        for begin in range(0, len(addresses), _AT_ONCE):
+            some = addresses[begin : begin + _AT_ONCE]
+            if len(some) > _FEW:
+                _touch(some)
+            found[begin : begin + _AT_ONCE] = read(some, nbytes)
         return found.view(np.uint64).reshape(-1, _WORDS)
+    found = read(addresses, nbytes)
     padded = np.zeros((len(found), _WORDS * 8), np.uint8)
     padded[:, :nbytes] = found.view(np.uint8).reshape(-1, nbytes)
     return padded.view(np.uint64)

@@ -15,7 +15,7 @@ class Limits:
     """The most that one batch may hold."""
 
     rows: int = 16384
-    bytes: int = 8 << 20
+    bytes: int = 16 << 20
 
 
 @dataclass(frozen=True)

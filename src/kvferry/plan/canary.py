@@ -104,6 +104,15 @@ class Windows(NamedTuple):
         """int64[N] where the windows lie, given this side's page numbers, from first_page (of slot 0) on."""
         return np.asarray(self.offset + pages[self.page - first_page if first_page else self.page] * self.stride)
 
+    def share(self, number: int, of: int) -> Windows:
+        """The part `number` (from 0 on) of `of` parts, the same windows on both sides."""
+        low, high = (len(self) * each // of for each in (number, number + 1))
+        some = slice(low, high)
+        return Windows(
+            self.offset[some], self.page[some], self.stride[some], self.nbytes, self.key[some], self.layer[some],
+            self.there[some],
+        )  # fmt: skip
+
     def __len__(self) -> int:
         return len(self.offset)
 

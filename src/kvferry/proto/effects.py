@@ -159,11 +159,32 @@ class Submit(msgspec.Struct, frozen=True):
     end_tokens: int
 
 
+class Prepare(msgspec.Struct, frozen=True):
+    """The canary of a large link will be asked for later: where it looks can be found out now.
+
+    Attributes:
+        offer: the offer.
+        peer: where the bytes go to.
+        info: the claim's pages and prefix.
+        first_token: the token that the offer's first page holds first.
+        end_tokens: the token after the last one that will be copied.
+        full: of every byte.
+    """
+
+    offer: int
+    peer: PeerId
+    info: TransferInfo
+    first_token: int
+    end_tokens: int
+    full: bool
+
+
 class Digest(msgspec.Struct, frozen=True):
     """Take the canary of all that one link sends; the shell answers with job_digested or job_failed.
 
     Attributes:
         job: number of this job.
+        offer: the offer.
         peer: where the bytes go to.
         chunks: all of the offer.
         info: the claim's pages and prefix.
@@ -174,6 +195,7 @@ class Digest(msgspec.Struct, frozen=True):
     """
 
     job: int
+    offer: int
     peer: PeerId
     chunks: tuple[Chunk, ...]
     info: TransferInfo
@@ -248,7 +270,9 @@ class Forget(msgspec.Struct, frozen=True):
     id: int
 
 
-Effect = Send | Submit | Digest | Verify | Stop | Release | Changed | WriteAux | Expose | Revoke | Fence | Forget
+Effect = (
+    Send | Submit | Prepare | Digest | Verify | Stop | Release | Changed | WriteAux | Expose | Revoke | Fence | Forget
+)
 Emit = Callable[[Effect], None]
 
 

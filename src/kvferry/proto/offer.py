@@ -12,7 +12,7 @@ from kvferry.errors import Code, Reason
 from kvferry.ids import KVPoll, PeerId
 from kvferry.proto import match, rules
 from kvferry.proto.dialogue import Dialogue
-from kvferry.proto.effects import Chunk, Digest, Kind, OfferFacts, Release, Stop, Submit
+from kvferry.proto.effects import Chunk, Digest, Kind, OfferFacts, Prepare, Release, Stop, Submit
 from kvferry.proto.rules import OFFER, OfferEvent, OfferState, fire
 from kvferry.wire import Canary, InfoPhase, StatusPhase, TransferInfo, TransferStatus
 
@@ -38,6 +38,7 @@ class Link:
         self.moved_at = 0.0
         self.told_at = 0.0
         self.jobs: dict[int, Chunk] = {}
+        self.prepared = False
         self.digested = False
         self.canary: Canary | None = None
 
@@ -226,6 +227,7 @@ class Offer:
     def pump(self, *_: object) -> None:
         """Post what can be posted, link by link."""
         for link in self.links:
+            self._prepare_digest(link)
             while (chunk := self._next_chunk(link)) is not None and self.state in rules.LIVE_OFFERS:
                 fire(OFFER, self, OfferEvent.POST, link, chunk)
             if self._wants_digest(link):
@@ -244,6 +246,15 @@ class Offer:
         end = match.end_tokens(self.facts, link.info)
         self.book.emit(Submit(job, link.peer, self.id, chunk, link.info, self.facts.first_token, end))
 
+    def _prepare_digest(self, link: Link) -> None:
+        info, record = link.info, self.book.peers.get(link.peer)
+        digest = record.digest if record else ""
+        large = (info.expected_bytes or 0) > rules.PREPARE_BYTES and info.phase is InfoPhase.PAGES
+        if large and digest and self.facts is not None and not link.prepared and self.state in rules.LIVE_OFFERS:
+            link.prepared = True
+            end = match.end_tokens(self.facts, info)
+            self.book.emit(Prepare(self.id, link.peer, info, self.facts.first_token, end, digest == "full"))
+
     def _take_digest(self, link: Link) -> None:
         """Have the canary taken while the last chunk is on its way; to whoever waits it is one more job."""
         assert self.facts is not None
@@ -254,7 +265,7 @@ class Offer:
         end = match.end_tokens(self.facts, link.info)
         chunks, first = tuple(self.chunks), self.facts.first_token
         nbytes = link.own_bytes(self.facts)
-        self.book.emit(Digest(job, link.peer, chunks, link.info, first, end, full, nbytes))
+        self.book.emit(Digest(job, self.id, link.peer, chunks, link.info, first, end, full, nbytes))
 
     def credit(self, link: Link, job: int, nbytes: int, landed: bool) -> None:
         """A job has ended and can't land or read anything any more."""
@@ -304,7 +315,8 @@ class Offer:
     def _wants_digest(self, link: Link) -> bool:
         if self.state not in rules.LIVE_OFFERS or link.digested or not link.posted or not self.chunks[-1].last:
             return False
-        return link.posted == len(self.chunks) and bool(self.book.peers[link.peer].digest)
+        record = self.book.peers.get(link.peer)
+        return link.posted == len(self.chunks) and record is not None and bool(record.digest)
 
     def _consider_link(self, link: Link) -> None:
         last_known = bool(self.chunks) and self.chunks[-1].last

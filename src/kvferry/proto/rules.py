@@ -211,6 +211,9 @@ PRUNE_UNACKED = False
 JOBS_PER_LINK = 2
 """Chunks of one link that may be with the mover at once: bounds what an abort has to wait for."""
 
+PREPARE_BYTES = 1 << 20
+"""Links of more bytes have their canary prepared as soon as their pages are named."""
+
 LINKS_PER_PEER = 1 << 16
 """Claims of one peer that are remembered at once, refused and closed ones included; more are not heard."""
 

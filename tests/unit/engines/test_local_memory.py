@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvferry.engines.local import LocalEngine, blob, frames, memory_door, memory_link, pick, unix_link
-from kvferry.engines.local.memory_link import copy_rows
+from kvferry.engines.local.copier import copy_rows
 from kvferry.engines.seam import Batch, Outcome, Region
 from kvferry.ids import PeerId
 from kvferry.testing.suite import EngineSuite

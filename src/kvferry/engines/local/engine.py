@@ -16,8 +16,10 @@ import numpy as np
 from kvferry.engines.findings import Finding
 from kvferry.engines.intervals import Intervals
 from kvferry.engines.local.blob import TOKEN_BYTES, VERSION, Blob, decode, encode, host_identity
+from kvferry.engines.local.copier import Copier
 from kvferry.engines.local.link import State
 from kvferry.engines.local.memory_link import MemoryLink
+from kvferry.engines.local.options import parse
 from kvferry.engines.local.pick import Attachment, Tries
 from kvferry.engines.local.rows import why_not
 from kvferry.engines.local.shared_link import SharedLink
@@ -26,13 +28,10 @@ from kvferry.engines.local.target import Target
 from kvferry.engines.local.tcp_link import TcpLink
 from kvferry.engines.local.waker import Waker
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
-from kvferry.errors import ConfigError, EngineError, EngineUnavailable, KvferryError, WireError
+from kvferry.errors import EngineError, EngineUnavailable, KvferryError, WireError
 from kvferry.ids import PeerId
 from kvferry.plan.batch import Batch, Limits
 
-MECHANISMS = ("auto", "shm", "cma", "tcp")
-OPTIONS = ("mechanism", "tcp_connections")
-MAX_CONNECTIONS = 16
 _OPENING_POLL_S = 0.05
 _STEP_EVERY_S = 0.001
 
@@ -42,7 +41,8 @@ class LocalEngine:
 
     Option `mechanism`: "shm" (shared memory: the target's pools are memfds, see `kvferry.allocate_pool`), "cma"
     (cross-memory attach), "tcp", or "auto": the first of these, in this order, that works with the peer (ADR 0008).
-    Option `tcp_connections`: the most TCP connections to one peer, and the threads that receive, 1 to 16.
+    Option `tcp_connections`: the most TCP connections to one peer, and the threads that receive, 1 to 16. Option
+    `copy_threads`: threads that copy a large batch by cross-memory attach, 1 to 16; 2 where there are processors.
 
     Capabilities, after `open`: FENCE always. GRANTS if TCP may be used: what comes by TCP a thread of the target
     receives, and it checks each row first. By shared memory and by cross-memory attach the writer's process writes:
@@ -51,7 +51,7 @@ class LocalEngine:
     """
 
     name = "local"
-    limits = Limits(rows=16384, bytes=8 << 20)
+    limits = Limits(rows=16384, bytes=16 << 20)
 
     def __init__(self) -> None:
         self._mechanism = "auto"
@@ -80,8 +80,8 @@ class LocalEngine:
             raise EngineError("the local engine is open already", hint="make a new one with find.load('local')")
         if not sys.platform.startswith("linux"):
             raise EngineUnavailable(f"the local engine needs Linux, this is {sys.platform}")
-        self._mechanism = _mechanism_of(config.options)
-        self._connections = _connections_of(config.options)
+        self._mechanism, self._connections, copy_threads = parse(config.options)
+        self._copier = Copier(copy_threads)
         self.caps = _caps_of(self._mechanism)
         self._me = config.me
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -215,6 +215,7 @@ class LocalEngine:
             self._drop_attachment(peer)
         self._target.close()
         self._target = None
+        self._copier.close()
         self._selector.close()
         self._waker.close()
 
@@ -251,7 +252,7 @@ class LocalEngine:
         me = PeerId(self._me.incarnation, peer.epoch)
         tries: Tries = [
             ("shm", lambda: SharedLink(blob, me)),
-            ("cma", lambda: MemoryLink(blob, me)),
+            ("cma", lambda: MemoryLink(blob, me, self._copier)),
             ("tcp", lambda: TcpLink(blob, me, self._waker.set, self._connections)),
         ]
         return [one for one in tries if self._mechanism in {"auto", one[0]}]
@@ -302,26 +303,3 @@ def _caps_of(mechanism: str) -> Caps:
     by_tcp = Caps.GRANTS if mechanism in {"auto", "tcp"} else Caps.NONE
     by_memory = Caps.NONE if mechanism == "tcp" else Caps.BLOCKING
     return Caps.FENCE | Caps.ANY_THREAD | by_tcp | by_memory
-
-
-def _mechanism_of(options: dict[str, str]) -> str:
-    unknown = sorted(set(options) - set(OPTIONS))
-    if unknown:
-        raise ConfigError(
-            f"the local engine has no option {unknown[0]!r}", hint=f"its options are {' and '.join(map(repr, OPTIONS))}"
-        )
-    mechanism = options.get("mechanism", "auto")
-    if mechanism not in MECHANISMS:
-        raise ConfigError(
-            f"option 'mechanism' of the local engine is {mechanism!r}", hint=f"one of {', '.join(MECHANISMS)}"
-        )
-    return mechanism
-
-
-def _connections_of(options: dict[str, str]) -> int:
-    text = options.get("tcp_connections", "2")
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_CONNECTIONS:
-        raise ConfigError(
-            f"option 'tcp_connections' of the local engine is {text!r}", hint=f"a number from 1 to {MAX_CONNECTIONS}"
-        )
-    return int(text)

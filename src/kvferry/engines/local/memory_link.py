@@ -7,12 +7,14 @@ import hashlib
 
 import numpy as np
 
+from kvferry.engines.local.blob import Blob
+from kvferry.engines.local.copier import Copier
 from kvferry.engines.local.frames import Probe
-from kvferry.engines.local.iovec import Cursor, row_at, vectors_of
 from kvferry.engines.local.probe import NONCE_BYTES
 from kvferry.engines.local.syscalls import error_name, read_memory, write_memory
 from kvferry.engines.local.unix_link import RefusedError, UnixLink
 from kvferry.engines.seam import Batch
+from kvferry.ids import PeerId
 from kvferry.plan.batch import U64
 
 
@@ -24,6 +26,10 @@ class MemoryLink(UnixLink):
     """
 
     mechanism = "cma"
+
+    def __init__(self, blob: Blob, me: PeerId, copier: Copier) -> None:
+        self._copier = copier
+        super().__init__(blob, me)
 
     def _why_not_offered(self) -> str:
         return "" if self._blob.unix and self._blob.nonce_address else "the peer does not offer cross-memory attach"
@@ -46,42 +52,7 @@ class MemoryLink(UnixLink):
             raise RefusedError(_not_permitted("process_vm_writev", self._pid, error)) from error
 
     def _copy(self, batch: Batch) -> tuple[str, str]:
-        landed, error = copy_rows(self._pid, batch)
-        return ("", "") if error is None else (_short_copy(batch, landed, error), error_name(error))
-
-
-def copy_rows(pid: int, batch: Batch) -> tuple[int, OSError | None]:
-    """Copy a batch into a process; goes on after short counts until all is copied or a call copies nothing.
-
-    Args:
-        pid: the process.
-        batch: checked rows.
-
-    Returns:
-        Bytes copied, in row order, and the error that ended it early, or None.
-    """
-    here = Cursor(vectors_of(batch.src, batch.nbytes), batch.total_bytes)
-    there = Cursor(vectors_of(batch.dst, batch.nbytes), batch.total_bytes)
-    while here.left:
-        try:
-            count = write_memory(pid, here.window(), there.window())
-        except OSError as error:
-            return here.done, error
-        if not count:
-            return here.done, OSError(errno.EIO, "process_vm_writev copied nothing and gave no reason")
-        here.advance(count)
-        there.advance(count)
-    return here.done, None
-
-
-def _short_copy(batch: Batch, landed: int, error: OSError) -> str:
-    row = row_at(batch.nbytes, landed)
-    return (
-        f"process_vm_writev stopped with {error_name(error)} ({error.strerror}) in row {row} of {len(batch)} "
-        f"({int(batch.nbytes[row])} bytes from {int(batch.src[row]):#x} here to {int(batch.dst[row]):#x} "
-        "there): "
-        f"{landed} of {batch.total_bytes} bytes are written"
-    )
+        return self._copier.write(self._pid, batch)
 
 
 def _not_permitted(call: str, pid: int, error: OSError) -> str:

@@ -1,0 +1,48 @@
+"""The local engine's own settings, given as text (KVFERRY_ENGINE_OPTIONS=name=value,...)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvferry.errors import ConfigError
+
+MECHANISMS = ("auto", "shm", "cma", "tcp")
+MAX_NUMBER = 16
+
+
+class Options(NamedTuple):
+    """The settings.
+
+    Attributes:
+        mechanism: "auto", or the only one that may be used.
+        tcp_connections: the most TCP connections to one peer, and the threads that receive.
+        copy_threads: threads that copy a large batch by cross-memory attach, the caller's included.
+    """
+
+    mechanism: str = "auto"
+    tcp_connections: int = 2
+    copy_threads: int = 2
+
+
+def parse(options: Mapping[str, str]) -> Options:
+    """Read the settings; raises ConfigError for an unknown name or a value that is none."""
+    unknown = sorted(set(options) - set(Options._fields))
+    if unknown:
+        names = ", ".join(map(repr, Options._fields))
+        raise ConfigError(f"the local engine has no option {unknown[0]!r}", hint=f"its options are {names}")
+    mechanism = options.get("mechanism", "auto")
+    if mechanism not in MECHANISMS:
+        raise ConfigError(
+            f"option 'mechanism' of the local engine is {mechanism!r}", hint=f"one of {', '.join(MECHANISMS)}"
+        )
+    threads = str(min(2, os.cpu_count() or 1))
+    return Options(mechanism, _number(options, "tcp_connections", "2"), _number(options, "copy_threads", threads))
+
+
+def _number(options: Mapping[str, str], name: str, default: str) -> int:
+    text = options.get(name, default)
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_NUMBER:
+        raise ConfigError(f"option {name!r} of the local engine is {text!r}", hint=f"a number from 1 to {MAX_NUMBER}")
+    return int(text)
