@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvferry import KVArgs, KVClassType, KVPoll, allocate_pool, get_kv_class
+from kvferry import KVArgs, KVClassType, KVPoll, KVReceiver, KVSender, allocate_pool, get_kv_class
 from kvferry.layout import page_major
 
 PAGES = 32
@@ -91,3 +91,40 @@ def test_a_shared_pool_that_its_owner_closes_stays_until_the_manager_lets_it_go(
     assert hand_over(kit, prefill, decode, 1)[:2] == (KVPoll.Success, KVPoll.Success)
     assert mechanism(prefill) == "shm"
     assert (view.reshape(PAGES, -1)[[5, 3]] == 7).all()
+
+
+def peak_bytes():
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
+
+
+@pytest.mark.parametrize("digest", ["off", "sample", "full"])
+def test_a_huge_request_takes_little_memory_beside_its_pools(kit, digest):
+    layout = page_major("m", layers=4, kv_heads=2, head_dim=64, dtype="float16", pages=12_000, page_tokens=16)
+    size = max(tensor.address + tensor.nbytes for tensor in layout.tensors)
+    pools = [allocate_pool(size) for _ in range(2)]
+    words = [pool.array.view(np.uint64) for pool in pools]
+    words[0][:] = np.arange(len(words[0]))
+    make = get_kv_class("local", KVClassType.MANAGER)
+    sides = [
+        make(KVArgs(layout, [pool], [np.zeros((1, 4))]), mode, environ={}, digest=digest)
+        for pool, mode in zip(pools, ["prefill", "decode"], strict=True)
+    ]
+    pages = np.random.default_rng(1).permutation(12_000)[:10_000].astype(np.int32)
+    with sides[0] as prefill, sides[1] as decode:
+        receiver, sender = KVReceiver(decode, None, 5, peers=[prefill.endpoint]), KVSender(prefill, None, 5)
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as clear:
+            clear.write("5")  # the peak starts anew
+        before = peak_bytes()
+        receiver.init()
+        receiver.send_metadata(pages[::-1].copy())
+        sender.init(len(pages))
+        sender.send(pages)
+        assert receiver.wait(60) is KVPoll.Success, receiver.failure()
+        grown = peak_bytes() - before
+        moved = receiver.get_transfer_metric().transfer_total_bytes
+    print(f"digest {digest}: {moved >> 20} MiB moved, {grown >> 20} MiB more memory at the peak")
+    assert moved == 10_000 * size // 12_000
+    assert grown < max(64 << 20, moved // 8)
+    rows = [each.reshape(12_000, -1) for each in words]
+    assert (rows[1][pages[::-1]] == rows[0][pages]).all()

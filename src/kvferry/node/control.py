@@ -9,41 +9,19 @@ sleeping threads (ADR 0007). Handshakes, ticks and losses stay with the thread.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvferry.errors import Code, EngineError, Reason
-from kvferry.ids import KVPoll, PeerId
-from kvferry.node.batching import chunk_batches
-from kvferry.node.digests import landed, sent
+from kvferry.ids import KVPoll
+from kvferry.node.performer import Performer
 from kvferry.node.switchboard import Switchboard
-from kvferry.node.view import RoomView
-from kvferry.proto.claim import Claim
-from kvferry.proto.effects import (
-    Changed,
-    ClaimFacts,
-    Digest,
-    Expose,
-    Fence,
-    Forget,
-    Kind,
-    Prepare,
-    Release,
-    Revoke,
-    Send,
-    Stop,
-    Submit,
-    Verify,
-    WriteAux,
-)
-from kvferry.proto.offer import Offer
+from kvferry.proto.effects import Kind
 from kvferry.proto.rules import LIVE_OFFERS
-from kvferry.wire import Frame, InfoPhase
 
 if TYPE_CHECKING:
     from kvferry.node.node import Node
@@ -52,6 +30,9 @@ log = logging.getLogger("kvferry.node")
 
 FRAMES_A_TURN = 32
 """Frames of one connection that a thread takes in passing."""
+
+LOOK_S = 20e-6
+"""How often polls look for news."""
 
 POLLED_S = 0.005
 """So long after a poll() the thread leaves the news to the next one."""
@@ -68,6 +49,7 @@ class Control:
         self.book = node.book
         self.links = node.links
         self.board = Switchboard(node)
+        self._performer = Performer(node, self.board)
         self.calls: deque[Callable[[], None]] = deque()
         self.waiting_after: list[tuple[int, int, Callable[[], bool]]] = []
         self.running = True
@@ -92,9 +74,11 @@ class Control:
 
     def poll(self) -> None:
         """A scheduler asks for a room that has not ended: take the news for it."""
-        self._polled_at = time.monotonic()
-        if self.calls or self.links.has_news():
-            self.help()
+        now = time.monotonic()
+        if now - self._polled_at > LOOK_S:  # a scheduler asks for one room after the other: the news are those of all
+            self._polled_at = now
+            if self.calls or self.links.has_news():
+                self.help()
 
     def later(self, action: Callable[[], None]) -> None:
         """Have the thread itself do something that may take milliseconds."""
@@ -267,105 +251,7 @@ class Control:
 
     def perform(self) -> None:
         """Do what the book asks for."""
-        while effects := self.book.take_effects():
-            for effect in effects:
-                _DO[type(effect)](self, effect)
-
-    def _send(self, effect: Send) -> None:
-        conn = self.board.conns.by_peer.get(effect.peer)
-        if conn is not None:
-            self.board.transmit(conn, Frame(conn.handshake.me, effect.peer, effect.message))
-
-    def _submit(self, effect: Submit) -> None:
-        conn = self.board.conns.by_peer.get(effect.peer)
-        if conn is None or conn.route is None:
-            self.book.job_failed(time.monotonic(), effect.job, "the connection is gone", quiet=True)
-            return
-        route, limits = conn.route, self.node.limits
-        most = effect.info.expected_bytes
-        size = sys.maxsize if most is None else most
-        self.node.mover.write(effect.job, effect.peer, lambda: chunk_batches(route, effect, limits), size)
-
-    def _prepare(self, effect: Prepare) -> None:
-        conn = self.board.conns.by_peer.get(effect.peer)
-        if conn is not None and conn.route is not None:
-            self.node.digests.prepare(Kind.OFFER, effect.offer, effect.peer, sent(conn.route, effect))
-
-    def _digest(self, effect: Digest) -> None:
-        conn = self.board.conns.by_peer.get(effect.peer)
-        if conn is None or conn.route is None:
-            self.book.job_failed(time.monotonic(), effect.job, "the connection is gone", quiet=True)
-        else:
-            self.node.digests.take(conn.route, effect)
-
-    def _verify(self, effect: Verify) -> None:
-        conn = self.board.conns.by_peer.get(effect.peer)
-        if conn is None or conn.route is None:
-            cause = "the connection is gone, nothing can be compared"
-            self.book.verified(time.monotonic(), effect.claim, effect.peer, cause)
-        else:
-            self.node.digests.verify(conn.route, effect)
-
-    def _stop(self, effect: Stop) -> None:
-        self.node.mover.stop(effect.job)
-
-    def _release(self, effect: Release) -> None:
-        self.node.digests.forget(effect.kind, effect.id)
-        view = self.node.views.get((effect.kind, effect.id))
-        if view is not None:
-            view.release()
-
-    def _changed(self, effect: Changed) -> None:
-        view = self.node.views.get((effect.kind, effect.id))
-        thing = self.book.room(effect.kind, effect.id)
-        if view is None or thing is None:
-            return
-        if isinstance(thing, Offer) and thing.links:
-            self._learn_prefix(view, thing)
-        where = self.node.where
-        foreign = thing.reason is not None and (thing.reason.side, thing.reason.rank) != (
-            where.side,
-            where.rank,
-        )
-        landed = thing.bytes_landed
-        view.update(thing.poll, thing.reason, foreign, landed)
-
-    @staticmethod
-    def _learn_prefix(view: RoomView, offer: Offer) -> None:
-        if all(link.info.phase is InfoPhase.PAGES for link in offer.links):
-            view.prefix_tokens = min(link.info.prefix_tokens for link in offer.links)
-
-    def _write_aux(self, effect: WriteAux) -> None:
-        self.node.claims.write_aux(effect.claim, effect.aux)
-
-    def _expose(self, effect: Expose) -> None:
-        claim = self.book.claims[effect.claim]
-        facts = claim.facts
-        assert facts is not None
-        self.node.grant(effect.peers, effect.claim, facts.pages)
-        for peer in effect.peers:
-            self._expect_content(claim, peer, facts)
-        view = self.node.views.get((Kind.CLAIM, effect.claim))
-        if view is not None:
-            view.pages_s = time.monotonic()
-
-    def _expect_content(self, claim: Claim, peer: PeerId, facts: ClaimFacts) -> None:
-        conn, digest = self.board.conns.by_peer.get(peer), self.book.peers[peer].digest
-        nbytes = claim.views[peer].expected_bytes or 0
-        if conn is not None and conn.route is not None and digest and nbytes:
-            looks = landed(conn.route, facts, nbytes, full=digest == "full")
-            self.node.digests.prepare(Kind.CLAIM, claim.id, peer, looks)
-
-    def _revoke(self, effect: Revoke) -> None:
-        self.node.digests.forget(Kind.CLAIM, effect.claim)
-        for peer in effect.peers:
-            self.node.grants.drop(peer, effect.claim)
-
-    def _fence(self, effect: Fence) -> None:
-        self.node.mover.fence(effect.peer, effect.claim)
-
-    def _forget(self, effect: Forget) -> None:
-        self.node.views.pop((effect.kind, effect.id), None)
+        self._performer.perform()
 
     # -- the end
 
@@ -374,11 +260,3 @@ class Control:
         self.board.leave(reason)
         self.running = False
         self._fail_rooms(reason)
-
-
-_DO: dict[type, Callable[[Control, Any], None]] = {
-    Send: Control._send, Submit: Control._submit, Prepare: Control._prepare, Digest: Control._digest,
-    Verify: Control._verify, Stop: Control._stop, Release: Control._release, Changed: Control._changed,
-    WriteAux: Control._write_aux, Expose: Control._expose, Revoke: Control._revoke, Fence: Control._fence,
-    Forget: Control._forget,
-}  # fmt: skip

@@ -18,6 +18,7 @@ from kvferry.engines.seam import Caps, Engine, EngineConfig, Limits, Region
 from kvferry.errors import Code, ConfigError, ForkError, Reason
 from kvferry.ids import PeerId, Side
 from kvferry.layout import Device, Layout, validate
+from kvferry.node import forks
 from kvferry.node.aux import AuxBuffer, AuxRows
 from kvferry.node.claims import Claims
 from kvferry.node.conns import Conns
@@ -66,7 +67,7 @@ class Node:
         """
         control, self._data = control_plane(config), data_plane(config)
         validate(layout, side.value, bound=True)
-        self._pid = os.getpid()
+        self._pid, self._generation = os.getpid(), forks.generation
         self.side = side
         self.is_prefill = side is Side.PREFILL
         self.layout = layout
@@ -107,7 +108,7 @@ class Node:
 
     def check_fork(self) -> None:
         """Refuse use in a forked child by name."""
-        if os.getpid() != self._pid:
+        if forks.generation != self._generation:
             raise ForkError(
                 f"this {self.side.value} node was made in process {self._pid} and used in its fork {os.getpid()}",
                 hint="start worker processes with the spawn method, and make managers after the start",
@@ -235,7 +236,7 @@ class Node:
 
     def close(self, reason: Reason | None = None) -> None:
         """Fail what is live, wait briefly for writes to end, say goodbye, stop all threads. May be called twice."""
-        if os.getpid() != self._pid or self._closed:
+        if forks.generation != self._generation or self._closed:
             return
         self._closed = True
         reason = reason or self.where.reason(Code.SHUTDOWN, "the manager was shut down", stage="shutdown")

@@ -7,7 +7,6 @@ rank that holds a slice of the model is read and compared like one that holds al
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InputError
+from kvferry.pool import allocate_pool
 
 F32 = npt.NDArray[np.float32]
 Pages = npt.NDArray[np.int32]
@@ -60,6 +60,7 @@ class PagedCache:
 
         Raises:
             InputError: a size is not positive, a range has gaps, or the memory is read-only or too small.
+            PoolError: there is not so much memory.
         """
         shape = (num_pages, len(layers), 2, len(heads), page_tokens, head_dim)
         if min(shape) < 1 or layers.step != 1 or heads.step != 1:
@@ -229,13 +230,7 @@ def _digest(values: npt.NDArray[Any]) -> bytes:
 
 
 def _new_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Private zeroed memory, on huge pages where the system gives them, every page of it present."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages; the cache is right all the same
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    raw = np.frombuffer(memory, np.uint8)
-    raw.fill(0)  # the first touch takes longer than a transfer: it must not happen inside one
-    return raw
+    return allocate_pool(nbytes).array
 
 
 def _given_memory(memory: Memory, nbytes: int) -> npt.NDArray[np.uint8]:

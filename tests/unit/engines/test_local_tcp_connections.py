@@ -30,7 +30,7 @@ from tcp_caller import (
 
 from kvferry.engines.grants import GrantTable
 from kvferry.engines.local import LocalEngine, frames, tcp_link, writers
-from kvferry.engines.seam import EngineConfig, Outcome
+from kvferry.engines.seam import Batch, EngineConfig, Outcome, Region
 from kvferry.errors import ConfigError
 from kvferry.testing.suite_pair import Pair, open_end, wait_for
 
@@ -81,7 +81,9 @@ def test_one_lost_connection_ends_all_and_a_new_attachment_proves_quiet(number):
     assert pair.attach().outcome is Outcome.LANDED
     tickets = submit_until_joined(pair)
     tickets += [pair.writer.engine.submit(pair.target.me, whole_pool(pair)) for _ in range(8)]
-    link_to(pair)._connections[number]._dial.socket.shutdown(socket.SHUT_RDWR)
+    connections = link_to(pair)._connections
+    wait_until(lambda: all(any(one.payload_sent for one in each._open.values()) for each in connections))
+    connections[number]._dial.socket.shutdown(socket.SHUT_RDWR)
     outcomes = {ticket: pair.settle(ticket).outcome for ticket in tickets}
     unknown = [ticket for ticket in tickets if outcomes[ticket] is Outcome.FAILED_UNKNOWN]
     assert len(unknown) >= 2  # one on each connection
@@ -93,6 +95,19 @@ def test_one_lost_connection_ends_all_and_a_new_attachment_proves_quiet(number):
     assert {pair.settle(ticket).outcome for ticket in unknown} == {Outcome.QUIET}
     assert not grants.in_use(pair.writer.me, None)
     pair.close()
+
+
+def test_memory_that_can_not_be_read_ends_the_attachment_with_the_reason(pair):
+    pair.writer.engine.register([Region(pair.writer.address, 8 * MIB), Region(4096, 4 * MIB)])
+    assert pair.attach().outcome is Outcome.LANDED
+    tickets = submit_until_joined(pair)
+    good = whole_pool(pair)
+    nowhere = np.array([4096], np.uint64)
+    tickets.append(pair.writer.engine.submit(pair.target.me, Batch(nowhere, good.dst, good.nbytes, 4 * MIB, 7)))
+    ended = [pair.settle(ticket) for ticket in tickets]
+    assert ended[-1].outcome is Outcome.FAILED_QUIET
+    assert "Bad address" in ended[-1].cause
+    assert_still_works(pair)
 
 
 def test_at_the_target_one_lost_connection_ends_those_that_belong_to_it_and_no_others(pair):

@@ -18,12 +18,14 @@ def descriptor_limit() -> int:
 
 
 def why_none_is_left(side: str, error: OSError) -> str:
-    """Say in words that a process can open nothing more, and what to do.
+    """Say in words that a process can serve no more connections, and what to do.
 
     Args:
         side: whose process it is, as the subject of the sentence.
-        error: one of OUT_OF_DESCRIPTORS.
+        error: what the system said.
     """
+    if error.errno not in OUT_OF_DESCRIPTORS:
+        return f"{side} can serve no more connections: {error.strerror}"
     name = errno.errorcode.get(error.errno or 0, str(error.errno))
     return (
         f"{side} can open no more connections ({name}; at most {descriptor_limit()} open files): raise its limit "

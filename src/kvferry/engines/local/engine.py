@@ -17,6 +17,7 @@ from kvferry.engines.findings import Finding
 from kvferry.engines.intervals import Intervals
 from kvferry.engines.local.blob import TOKEN_BYTES, VERSION, Blob, decode, encode, host_identity
 from kvferry.engines.local.copier import Copier
+from kvferry.engines.local.lanes import Lanes
 from kvferry.engines.local.link import State
 from kvferry.engines.local.memory_link import MemoryLink
 from kvferry.engines.local.options import parse
@@ -41,8 +42,9 @@ class LocalEngine:
 
     Option `mechanism`: "shm" (shared memory: the target's pools are memfds, see `kvferry.allocate_pool`), "cma"
     (cross-memory attach), "tcp", or "auto": the first of these, in this order, that works with the peer (ADR 0008).
-    Option `tcp_connections`: the most TCP connections to one peer, and the threads that receive, 1 to 16. Option
-    `copy_threads`: threads that copy a large batch by cross-memory attach, 1 to 16; 2 where there are processors.
+    Option `tcp_connections`: the most TCP connections to one peer, and the threads that send and receive large batches,
+    1 to 16. Option `copy_threads`: threads that copy a large batch by cross-memory attach, 1 to 16; 2 where there are
+    processors.
 
     Capabilities, after `open`: FENCE always. GRANTS if TCP may be used: what comes by TCP a thread of the target
     receives, and it checks each row first. By shared memory and by cross-memory attach the writer's process writes:
@@ -82,6 +84,7 @@ class LocalEngine:
             raise EngineUnavailable(f"the local engine needs Linux, this is {sys.platform}")
         self._mechanism, self._connections, copy_threads = parse(config.options)
         self._copier = Copier(copy_threads)
+        self._sending = Lanes("kvferry-local-send", self._connections)
         self.caps = _caps_of(self._mechanism)
         self._me = config.me
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -213,6 +216,7 @@ class LocalEngine:
             return
         for peer in list(self._attachments):
             self._drop_attachment(peer)
+        self._sending.stop()
         self._target.close()
         self._target = None
         self._copier.close()
@@ -253,7 +257,7 @@ class LocalEngine:
         tries: Tries = [
             ("shm", lambda: SharedLink(blob, me)),
             ("cma", lambda: MemoryLink(blob, me, self._copier)),
-            ("tcp", lambda: TcpLink(blob, me, self._waker.set, self._connections)),
+            ("tcp", lambda: TcpLink(blob, me, self._waker.set, self._connections, self._sending)),
         ]
         return [one for one in tries if self._mechanism in {"auto", one[0]}]
 

@@ -61,7 +61,7 @@ class Loop:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and free the descriptors; what was watched is left open."""
+        """End the thread, when what was called is done, and free the descriptors; what was watched is left open."""
         self._stopping.set()
         self._waker.set()
         if self._thread.ident is not None:
@@ -74,8 +74,12 @@ class Loop:
             waiting = [sweep() for sweep in self._sweeps]
             for key, _ in self._selector.select(SWEEP_S if any(waiting) else None):
                 self._guarded(key.data, key.fd)
-            while self._calls:
-                self._guarded(self._calls.popleft(), -1)
+            self._run_calls()
+        self._run_calls()
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._guarded(self._calls.popleft(), -1)
 
     def _guarded(self, callback: Callable[[], None], fd: int) -> None:
         # an earlier callback of this round may have closed the descriptor

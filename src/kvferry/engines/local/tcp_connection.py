@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import collections
 import hmac
 import socket
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.engines.local import frames
 from kvferry.engines.local.dial import Dial
 from kvferry.engines.local.iovec import Cursor, vectors_of
 from kvferry.engines.local.link import State
-from kvferry.engines.local.syscalls import send_vectors
+from kvferry.engines.local.loop import Loop
+from kvferry.engines.local.outbox import Outbox, Sending
 from kvferry.engines.seam import Batch, Done, Outcome, Ticket
 from kvferry.errors import WireError
 
 _REPLY_READ_BYTES = 64 << 10
-
-
-@dataclass
-class _Sending:
-    ticket: Ticket
-    head: npt.NDArray[np.uint8]  # header and rows; kept: the cursor holds its address
-    payload_bytes: int
-    cursor: Cursor
 
 
 class TcpConnection:
@@ -53,8 +43,8 @@ class TcpConnection:
         self._caller = caller
         self._dial = dial
         self._nonce = b""
-        self._queue: collections.deque[_Sending] = collections.deque()
-        self._sent: dict[Ticket, _Sending] = {}
+        self._outbox = Outbox()
+        self._open: dict[Ticket, Sending] = {}
         self._heard = bytearray()
 
     def fileno(self) -> int:
@@ -63,12 +53,16 @@ class TcpConnection:
 
     def wants_write(self) -> bool:
         """While there is something to send; the target speaks first, so a connection that opens only listens."""
-        return bool(self._queue)
+        return self._outbox.waits()
 
     def address(self) -> tuple[socket.AddressFamily, tuple[object, ...]]:
         """Where it is connected to; raises OSError when it is not."""
         assert self._dial.socket is not None
         return self._dial.socket.family, self._dial.socket.getpeername()
+
+    def give_to(self, lane: Loop) -> None:
+        """Let this thread send from now on what is not small."""
+        self._outbox.give_to(lane)
 
     def submit(self, ticket: Ticket, batch: Batch) -> None:
         """Queue a batch; only when READY."""
@@ -77,7 +71,8 @@ class TcpConnection:
         first = np.array([[head.ctypes.data, len(head)]], np.uint64)
         vectors = np.concatenate([first, vectors_of(batch.src, batch.nbytes)])
         cursor = Cursor(vectors, len(head) + batch.total_bytes)
-        self._queue.append(_Sending(ticket, head, batch.total_bytes, cursor))
+        sending = self._open[ticket] = Sending(ticket, head, batch.total_bytes, cursor)
+        self._outbox.put(sending)
         self.unanswered += batch.total_bytes
 
     def step(self, budget_bytes: int) -> None:
@@ -87,7 +82,7 @@ class TcpConnection:
         self._dial.tidy()
         try:
             if self.state is State.READY:
-                self._send(budget_bytes)
+                self._outbox.go_on(budget_bytes)
             self._read()
         except WireError as error:
             self.lose(str(error))
@@ -99,24 +94,10 @@ class TcpConnection:
         if self.state is State.LOST:
             return
         self.state, self.why = State.LOST, why
-        self._dial.close()
-        for sending in {**self._sent, **{sending.ticket: sending for sending in self._queue}}.values():
+        self._outbox.close(self._dial.close)
+        for sending in self._open.values():
             self._fail(sending)
-        self._sent.clear()
-        self._queue.clear()
-
-    def _send(self, budget_bytes: int) -> None:
-        while self._queue and budget_bytes > 0:
-            sending = self._queue[0]
-            self._sent[sending.ticket] = sending
-            try:
-                count = send_vectors(self.fileno(), sending.cursor.window())
-            except BlockingIOError:
-                return
-            sending.cursor.advance(count)
-            budget_bytes -= count
-            if not sending.cursor.left:
-                self._queue.popleft()
+        self._open.clear()
 
     def _read(self) -> None:
         connection = self._dial.begin()
@@ -132,6 +113,8 @@ class TcpConnection:
             self._dial.failed(error)
             self._dial.begin()
             return
+        if not raw and self._outbox.problem is not None:
+            raise self._outbox.problem
         if not raw:
             raise WireError(f"{self._dial.where} has closed the connection")
         self._heard += raw
@@ -177,10 +160,14 @@ class TcpConnection:
             text.encode(), frames.welcome(self._token, self._nonce, self._caller).encode()
         ):
             raise WireError(f"{self._dial.where} does not prove that it holds the token of the peer's blob")
+        assert self._dial.socket is not None
+        self._outbox.open(self._dial.socket)
         self.state = State.READY
 
     def _answered(self, reply: frames.Reply, text: str) -> None:
-        sending = self._sent.pop(reply.ticket, None)
+        sending = self._open.pop(reply.ticket, None)
+        if sending is not None and sending.cursor.left:
+            self._outbox.settle()  # the answer can be here before the call that sent the last byte has returned
         if sending is None or sending.cursor.left:
             raise WireError(f"{self._dial.where} answers ticket {reply.ticket}, which was not sent to its end")
         self.unanswered -= sending.payload_bytes
@@ -189,8 +176,8 @@ class TcpConnection:
         else:
             self.done.append(Done(reply.ticket, Outcome.FAILED_QUIET, f"the target refused: {text}", "refused"))
 
-    def _fail(self, sending: _Sending) -> None:
-        payload = max(sending.cursor.done - len(sending.head), 0)
+    def _fail(self, sending: Sending) -> None:
+        payload = sending.payload_sent
         outcome = Outcome.FAILED_UNKNOWN if payload else Outcome.FAILED_QUIET
         cause = f"{self.why}; {payload} payload bytes of this batch had been sent, none acknowledged"
         self.done.append(Done(sending.ticket, outcome, cause, "connection lost"))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvferry.engines.local import frames
 from kvferry.engines.local.descriptors import OUT_OF_DESCRIPTORS, Spare, descriptor_limit, why_none_is_left
+from kvferry.engines.local.lanes import Lanes
 from kvferry.engines.local.loop import Loop
 from kvferry.engines.local.receiver import Receiver
 from kvferry.engines.local.writers import Writers
@@ -59,8 +60,7 @@ class TcpDoor:
         self._on_change = on_change
         self._guests: dict[int, _Guest] = {}
         self._full = False
-        self._lanes: dict[int, Loop] = {}
-        self._most_lanes = lanes
+        self._lanes = Lanes("kvferry-local-receive", lanes)
         self.garbage = 0
         loop.watch(listener.fileno(), self._accept)
         loop.sweep(self._sweep)
@@ -73,8 +73,7 @@ class TcpDoor:
         self._guests.clear()
         self._listener.close()
         self._spare.give()
-        for lane in self._lanes.values():
-            lane.stop()
+        self._lanes.stop()
         for receiver in self._writers.receivers():
             receiver.end()
 
@@ -139,8 +138,8 @@ class TcpDoor:
             guest.connection.close()
 
     def _start(self, guest: _Guest, caller: frames.Caller) -> str:
-        """Hand the connection to a receiver; returns "" or why it is refused. Raises OSError: no descriptor left."""
-        lane = self._lane((caller.attachment[0] + caller.number) % self._most_lanes)
+        """Hand the connection to a receiver; returns "" or why it is refused. Raises OSError: no thread for it."""
+        lane = self._lanes.lane(caller.attachment[0] + caller.number)
         welcome = frames.welcome(self._token, guest.nonce, caller)
         receiver = Receiver(
             guest.connection, caller, welcome, lane, self._writers, self._limits, self._on_change, self._count_garbage
@@ -149,12 +148,6 @@ class TcpDoor:
         if not refusal:
             receiver.look_again()
         return refusal
-
-    def _lane(self, number: int) -> Loop:
-        if number not in self._lanes:
-            self._lanes[number] = Loop(f"kvferry-local-receive-{number}")
-            self._lanes[number].start()
-        return self._lanes[number]
 
     def _sweep(self) -> bool:
         latest = time.monotonic() - (min(PATIENCE_S, GREETING_S) if self._full else GREETING_S)

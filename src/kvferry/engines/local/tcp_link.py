@@ -10,6 +10,7 @@ from collections.abc import Callable
 from kvferry.engines.local import frames
 from kvferry.engines.local.blob import Blob
 from kvferry.engines.local.dial import Dial
+from kvferry.engines.local.lanes import Lanes
 from kvferry.engines.local.link import State
 from kvferry.engines.local.resolve import Resolution
 from kvferry.engines.local.tcp_connection import TcpConnection
@@ -34,7 +35,9 @@ class TcpLink:
 
     mechanism = "tcp"
 
-    def __init__(self, blob: Blob, me: PeerId, on_resolved: Callable[[], None], most_connections: int) -> None:
+    def __init__(
+        self, blob: Blob, me: PeerId, on_resolved: Callable[[], None], most_connections: int, lanes: Lanes
+    ) -> None:
         self.state = State.OPENING
         self.why = ""
         self.done: list[Done] = []
@@ -43,6 +46,7 @@ class TcpLink:
         self._attachment = secrets.token_bytes(frames.ATTACHMENT_BYTES)
         self._where = f"{blob.tcp_host} port {blob.tcp_port}"
         self._most = most_connections
+        self._lanes = lanes
         self._connections: list[TcpConnection] = []
         self._epoll: select.epoll | None = None
         self._watched: dict[int, int] = {}
@@ -96,12 +100,17 @@ class TcpLink:
         """Open another connection to where this one leads."""
         try:
             address = one.address()
+            # from now on there is enough to send to keep a thread busy for each connection
+            one.give_to(self._lanes.lane(one.number))
+            lane = self._lanes.lane(len(self._connections))
             if self._epoll is None:
                 self._epoll = select.epoll()
         except OSError as error:  # no descriptor is left; or this one is lost, which the next step finds
             self._do_without(str(error))
             return
-        self._step(self._open(Dial(self._where, None, [address])))
+        another = self._open(Dial(self._where, None, [address]))
+        another.give_to(lane)
+        self._step(another)
 
     def _open(self, dial: Dial) -> TcpConnection:
         caller = frames.Caller(self._me, self._attachment, len(self._connections))
