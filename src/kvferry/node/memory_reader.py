@@ -21,8 +21,8 @@ _REACH_BYTES = 1 << 50
 """Addresses of user space lie below (47, 48 or 52 bits; numpy bounds length times item)."""
 _MS_ASYNC = 1
 _WORDS = 8
-_AT_ONCE = 4096
-"""Windows whose cache lines are brought closer before they are read: 256 KiB of them."""
+_AT_ONCE = 1024
+"""Windows whose cache lines are brought closer before they are read: 64 KiB of them."""
 _FEW = 64
 
 # keeps the interpreter: the call takes a microsecond

@@ -14,14 +14,15 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from kvferry.engines.seam import Batch, Caps, Done, Engine, Outcome, Ticket
 from kvferry.errors import EngineError
 from kvferry.ids import PeerId
+from kvferry.node.jobs import Job, Reports
 
 log = logging.getLogger("kvferry.mover")
 
@@ -31,55 +32,15 @@ SMALL_BYTES = 256 << 10
 SMALL_ROWS = 64
 """What a thread that posts a job may write itself: some 30 us of copying."""
 
+TELL_S = 0.02
+"""How often a job says that it moves."""
+
 BUSY_POLL_S = 0.001
 IDLE_POLL_S = 0.05
 """How often the engine is asked while only fences or missing proofs are awaited."""
 
 QUIET_POLL_S = 1.0
 """How often it is asked otherwise: peers that leave are noticed, and told that nothing more comes from here."""
-
-
-@dataclass
-class Reports:
-    """Whom the mover tells; each is called on the mover's thread and must only pass the news on."""
-
-    progress: Callable[[int], None]
-    landed: Callable[[int, int], None]
-    failed: Callable[[int, str, bool], None]
-    quiet: Callable[[int], None]
-    attached: Callable[[PeerId, str], None]
-    fenced: Callable[[PeerId, int | None], None]
-    broken: Callable[[str], None]
-
-
-@dataclass
-class Job:
-    """One chunk on its way to one peer."""
-
-    number: int
-    peer: PeerId
-    batches: Callable[[], Iterator[Batch]]
-    nbytes: int
-    pending: Iterator[Batch] | None = None
-    peeked: Batch | None = None
-    out: dict[Ticket, int] = field(default_factory=dict)
-    unproven: set[Ticket] = field(default_factory=set)
-    landed_bytes: int = 0
-    exhausted: bool = False
-    cause: str = ""
-
-    @property
-    def over(self) -> bool:
-        """Nothing more is submitted, and every ticket has ended one way or another."""
-        return (self.exhausted or bool(self.cause)) and not self.out
-
-    def peek(self) -> None:
-        """Make the next batch, or find that there is none; raises what the plan raises."""
-        if self.peeked is None:
-            if self.pending is None:
-                self.pending = self.batches()
-            self.peeked = next(self.pending, None)
-            self.exhausted = self.peeked is None
 
 
 class Mover:
@@ -363,7 +324,8 @@ class Mover:
             del self._by_ticket[done.ticket]
         if done.outcome is Outcome.LANDED:
             job.landed_bytes += nbytes
-            if not job.over:
+            if not job.over and time.monotonic() - job.told_at > TELL_S:
+                job.told_at = time.monotonic()
                 self._reports.progress(job.number)
         elif not job.cause or job.cause == "stopped":
             job.cause = _text(done)

@@ -2,6 +2,9 @@
 
 from typing import ClassVar
 
+import pytest
+
+from kvferry.engines.local import outbox, tcp_link
 from kvferry.testing.suite import EngineSuite
 
 
@@ -19,6 +22,19 @@ class TestSharedMemory(EngineSuite):
 class TestTcp(EngineSuite):
     engine_name = "local"
     options: ClassVar = {"mechanism": "tcp"}
+
+
+class TestTcpOverSeveralConnections(EngineSuite):
+    """With a second, third and fourth one whenever anything is on its way."""
+
+    engine_name = "local"
+    options: ClassVar = {"mechanism": "tcp", "tcp_connections": "4"}
+    cycles = 5
+
+    @pytest.fixture(autouse=True)
+    def eager(self, monkeypatch):
+        monkeypatch.setattr(tcp_link, "MUCH_BYTES", 1)
+        monkeypatch.setattr(outbox, "INLINE_BYTES", 0)
 
 
 class TestWhicheverIsBest(EngineSuite):

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 from tcp_caller import MIB, TCP, assert_still_works, link_to, wait_until, whole_pool
 
-from kvferry.engines.local import LocalEngine
+from kvferry.engines.local import LocalEngine, tcp_link
 from kvferry.engines.seam import Outcome
 from kvferry.ids import PeerId
 from kvferry.testing.suite_pair import Pair, open_end
@@ -29,6 +29,29 @@ def test_many_peers_cost_no_threads_and_one_descriptor_at_each_end(pair):
     # the second thread with its two descriptors is started when the first peer falls to it
     assert threading.active_count() <= threads + 1
     assert 0 <= len(os.listdir("/proc/self/fd")) - descriptors - 2 * count <= 2
+
+
+def test_attachments_of_several_connections_leave_no_thread_and_no_descriptor(monkeypatch):
+    monkeypatch.setattr(tcp_link, "MUCH_BYTES", 1)
+
+    def cycle():
+        pair = Pair(*[open_end(LocalEngine(), number, 8 * MIB, {**TCP, "tcp_connections": "3"}) for number in (1, 2)])
+        for _ in range(2):
+            assert pair.attach().outcome is Outcome.LANDED
+            tickets = [pair.writer.engine.submit(pair.target.me, whole_pool(pair)) for _ in range(8)]
+            assert all(pair.settle(ticket).outcome is Outcome.LANDED for ticket in tickets)
+            assert len(link_to(pair)._connections) > 1
+        pair.writer.engine.submit(pair.target.me, whole_pool(pair))  # is on its way when all is closed
+        pair.close()
+
+    def left():
+        return sorted(os.listdir("/proc/self/fd")), threading.active_count()
+
+    cycle()
+    before = left()
+    for _ in range(10):
+        cycle()
+    wait_until(lambda: left() == before)
 
 
 def test_a_target_without_descriptors_says_so_and_lets_in_again_later(suite):

@@ -17,7 +17,7 @@ class Options(NamedTuple):
 
     Attributes:
         mechanism: "auto", or the only one that may be used.
-        tcp_connections: the most TCP connections to one peer, and the threads that receive.
+        tcp_connections: the most TCP connections to one peer, and the threads that send and that receive.
         copy_threads: threads that copy a large batch by cross-memory attach, the caller's included.
     """
 

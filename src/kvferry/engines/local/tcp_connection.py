@@ -84,10 +84,8 @@ class TcpConnection:
             if self.state is State.READY:
                 self._outbox.go_on(budget_bytes)
             self._read()
-        except WireError as error:
-            self.lose(str(error))
-        except OSError as error:
-            self.lose(f"the connection to {self._dial.where} is lost: {error.strerror or error}")
+        except (WireError, OSError) as error:
+            self.lose(self._why(self._outbox.problem or error))
 
     def lose(self, why: str) -> None:
         """Close it; open tickets end. May be called twice."""
@@ -113,8 +111,6 @@ class TcpConnection:
             self._dial.failed(error)
             self._dial.begin()
             return
-        if not raw and self._outbox.problem is not None:
-            raise self._outbox.problem
         if not raw:
             raise WireError(f"{self._dial.where} has closed the connection")
         self._heard += raw
@@ -175,6 +171,12 @@ class TcpConnection:
             self.done.append(Done(reply.ticket, Outcome.LANDED))
         else:
             self.done.append(Done(reply.ticket, Outcome.FAILED_QUIET, f"the target refused: {text}", "refused"))
+
+    def _why(self, error: Exception) -> str:
+        if isinstance(error, WireError):
+            return str(error)
+        text = error.strerror if isinstance(error, OSError) else None
+        return f"the connection to {self._dial.where} is lost: {text or error}"
 
     def _fail(self, sending: Sending) -> None:
         payload = sending.payload_sent
