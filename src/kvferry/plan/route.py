@@ -28,8 +28,8 @@ from kvferry.plan.pattern import Pattern, pattern
 from kvferry.plan.pieces import Pieces
 from kvferry.plan.recent import Recent
 
-KEPT_RUNS = 1024
-"""Requests of at most so many pages are planned once per size."""
+KEPT_RUNS = 4096
+"""Where requests of at most so many pages overlap is kept from the join to the plan, and for others of their size."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Leg:
     pieces: tuple[Pieces, ...]
     page_pieces: tuple[Pieces, ...]
     marks: Marks
-    _overlaps: Recent[Overlap] = field(default_factory=Recent, compare=False, repr=False)
+    _overlaps: Recent[Overlap] = field(default_factory=lambda: Recent(4), compare=False, repr=False)
     recipes: Recent[Any] = field(default_factory=Recent, compare=False, repr=False)
 
     def overlap(self, lo: int, hi: int, num_tokens: int, *, few: bool = False) -> Overlap:
