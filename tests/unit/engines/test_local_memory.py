@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.engines.local import LocalEngine, blob, frames, memory_door, memory_link, pick, unix_link
+from kvferry.engines.local import copier, LocalEngine, blob, frames, memory_door, memory_link, pick, unix_link
 from kvferry.engines.local.copier import copy_rows
 from kvferry.engines.seam import Batch, Outcome, Region
 from kvferry.ids import PeerId
@@ -299,7 +299,7 @@ def test_short_counts_are_continued_exactly(monkeypatch):
         first = np.array([[here[0, 0], min(int(here[0, 1]), 1000)]], np.uint64)
         return real(pid, first, there)
 
-    monkeypatch.setattr(memory_link, "write_memory", short)
+    monkeypatch.setattr(copier, "write_memory", short)
     random = np.random.default_rng(8)
     source, target = random.integers(0, 256, 1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
     nbytes = random.integers(1, 3000, 300).astype(np.uint64)
@@ -314,7 +314,7 @@ def test_short_counts_are_continued_exactly(monkeypatch):
 
 
 def test_a_call_that_copies_nothing_ends_the_copy(monkeypatch):
-    monkeypatch.setattr(memory_link, "write_memory", lambda *_: 0)
+    monkeypatch.setattr(copier, "write_memory", lambda *_: 0)
     one = np.array([1], np.uint64)
     landed, error = copy_rows(1, Batch(one, one, one, 1))
     assert landed == 0

@@ -59,10 +59,11 @@ class Copier:
         if error is None:
             return "", ""
         row = row_at(nbytes, landed)
+        since = f" from row {begin} on" if begin else ""
         return (
             f"process_vm_writev stopped with {error_name(error)} ({error.strerror}) "
             f"in row {begin + row} of {len(batch)} ({int(nbytes[row])} bytes from {int(part.src[row]):#x} here "
-            f"to {int(part.dst[row]):#x} there): {landed} of {part.total_bytes} bytes from row {begin} on are written"
+            f"to {int(part.dst[row]):#x} there): {landed} of {part.total_bytes} bytes{since} are written"
         ), error_name(error)
 
 

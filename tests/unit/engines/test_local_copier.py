@@ -1,0 +1,82 @@
+"""Large batches in parts, by several threads: the same bytes, and every part over before anything is said."""
+
+import os
+
+import numpy as np
+import pytest
+
+from kvferry.engines.local import copier
+from kvferry.engines.local.copier import SPLIT_BYTES, Copier
+from kvferry.plan import Batch
+
+ROW = 4096
+
+
+@pytest.fixture(params=[1, 2, 3, 16])
+def made(request):
+    found = Copier(request.param)
+    yield found
+    found.close()
+
+
+def batch_of(source, target, rows, seed=1):
+    rng = np.random.default_rng(seed)
+    src, dst = (rng.permutation(len(memory) // ROW)[:rows] for memory in (source, target))
+    at, to = (memory.ctypes.data + places * ROW for memory, places in ((source, src), (target, dst)))
+    return src, dst, Batch(at.astype(np.uint64), to.astype(np.uint64), np.full(rows, ROW, np.uint64), rows * ROW)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33, SPLIT_BYTES // ROW, 5 * SPLIT_BYTES // ROW + 7])
+def test_every_row_arrives_whatever_the_number_of_threads(made, rows):
+    source = np.random.default_rng(0).integers(0, 255, 2 * rows * ROW, np.uint8)
+    target = np.zeros(3 * rows * ROW, np.uint8)
+    src, dst, batch = batch_of(source, target, rows)
+    assert made.write(os.getpid(), batch) == ("", "")
+    shape = (-1, ROW)
+    assert (target.reshape(shape)[dst] == source.reshape(shape)[src]).all()
+    others = np.setdiff1d(np.arange(3 * rows), dst)
+    assert not target.reshape(shape)[others].any()
+
+
+def test_a_row_that_can_not_be_written_is_named_whichever_thread_finds_it(made):
+    rows = 2 * SPLIT_BYTES // ROW
+    source, target = (np.ones(2 * rows * ROW, np.uint8) for _ in range(2))
+    for bad in (3, rows - 2):
+        _, _, batch = batch_of(source, target, rows)
+        batch.dst[bad] = 8
+        cause, native = made.write(os.getpid(), batch)
+        assert native == "EFAULT"
+        assert f"in row {bad} of {rows} ({ROW} bytes from " in cause
+
+
+def test_it_returns_when_no_part_is_under_way_any_more(monkeypatch):
+    running, seen = [], []
+
+    def slow(pid, part):
+        running.append(part)
+        copied = real(pid, part)
+        running.pop()
+        return copied
+
+    real = copier.copy_rows
+    monkeypatch.setattr(copier, "copy_rows", slow)
+    made = Copier(2)
+    source, target = (np.ones(1 << 23, np.uint8) for _ in range(2))
+    for seed in range(20):
+        _, _, batch = batch_of(source, target, 1024, seed)
+        batch.dst[0] = 8  # this thread's part ends at once
+        made.write(os.getpid(), batch)
+        seen.append(len(running))
+    made.close()
+    assert seen == [0] * 20
+
+
+def test_parts_have_about_the_same_bytes():
+    sizes = []
+    made = Copier(4)
+    made._part = lambda pid, batch, begin, end: sizes.append(int(batch.nbytes[begin:end].sum())) or ("", "")
+    nbytes = np.concatenate([np.full(1000, 100, np.uint64), np.full(50, 1 << 16, np.uint64)])
+    made.write(1, Batch(nbytes, nbytes, nbytes, int(nbytes.sum())))
+    made.close()
+    assert sum(sizes) == nbytes.sum()
+    assert max(sizes) < nbytes.sum() // 4 + 2 * (1 << 16)
