@@ -67,7 +67,7 @@ def test_every_known_engine_is_listed_with_stable_keys_and_the_local_ones_mechan
     local = engines["local"]
     assert (local["origin"], local["usable"], local["reason"]) == ("built in", True, "")
     assert set(local["capabilities"]) >= {"fence", "grants", "blocking"}
-    assert local["limits"] == {"rows": 16384, "bytes": 8 << 20}
+    assert local["limits"] == {"rows": 16384, "bytes": 16 << 20}
     assert list(found) == TRIED
     assert found["tcp"]["works"] is True
     assert found["shm"]["works"] is True

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.engines.local import copier
-from kvferry.engines.local.copier import SPLIT_BYTES, Copier
+from kvferry.engines.local.copier import SPLIT_BYTES, Copier, cut
 from kvferry.plan import Batch
 
 ROW = 4096
@@ -71,12 +71,24 @@ def test_it_returns_when_no_part_is_under_way_any_more(monkeypatch):
     assert seen == [0] * 20
 
 
-def test_parts_have_about_the_same_bytes():
-    sizes = []
-    made = Copier(4)
-    made._part = lambda pid, batch, begin, end: sizes.append(int(batch.nbytes[begin:end].sum())) or ("", "")
-    nbytes = np.concatenate([np.full(1000, 100, np.uint64), np.full(50, 1 << 16, np.uint64)])
-    made.write(1, Batch(nbytes, nbytes, nbytes, int(nbytes.sum())))
-    made.close()
-    assert sum(sizes) == nbytes.sum()
-    assert max(sizes) < nbytes.sum() // 4 + 2 * (1 << 16)
+@pytest.mark.parametrize("sizes", [[1], [10], [3, 4], [1, 1, 1, 1], [5, 0x1000, 7], [100] * 50])
+def test_cutting_at_any_byte_loses_none(sizes):
+    nbytes = np.array(sizes, np.uint64)
+    src = np.cumsum(nbytes) * np.uint64(3)
+    batch = Batch(src, src + np.uint64(1 << 40), nbytes, sum(sizes))
+    pairs = [
+        (int(a) + i, int(b) + i)
+        for a, b, n in zip(batch.src, batch.dst, nbytes.tolist(), strict=True)
+        for i in range(n)
+    ]
+    rows = np.repeat(np.arange(len(sizes)), sizes)
+    for low in range(0, len(pairs), max(1, len(pairs) // 9)):
+        for high in range(low + 1, len(pairs) + 1, max(1, len(pairs) // 9)):
+            part, begin = cut(batch, low, high)
+            found = [
+                (int(a) + i, int(b) + i)
+                for a, b, n in zip(part.src, part.dst, part.nbytes.tolist(), strict=True)
+                for i in range(n)
+            ]
+            assert found == pairs[low:high]
+            assert (part.total_bytes, begin) == (high - low, rows[low])

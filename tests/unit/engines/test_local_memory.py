@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.engines.local import copier, LocalEngine, blob, frames, memory_door, memory_link, pick, unix_link
+from kvferry.engines.local import LocalEngine, blob, copier, frames, memory_door, memory_link, pick, unix_link
 from kvferry.engines.local.copier import copy_rows
 from kvferry.engines.seam import Batch, Outcome, Region
 from kvferry.ids import PeerId

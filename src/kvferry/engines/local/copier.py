@@ -35,12 +35,11 @@ class Copier:
         Returns:
             ("", ""), or in words how far it came, and the errno's name.
         """
-        if self._threads == 1 or batch.total_bytes < SPLIT_BYTES or len(batch) < 2 * self._threads:
-            return self._part(pid, batch, 0, len(batch))
+        if self._threads == 1 or batch.total_bytes < SPLIT_BYTES or _runs(batch) < 2 * self._threads:
+            return self._part(pid, batch, 0, batch.total_bytes)
         if self._others is None:
             self._others = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="kvferry-copy")
-        shares = np.arange(1, self._threads) * (batch.total_bytes // self._threads)
-        cuts = [0, *np.searchsorted(np.cumsum(batch.nbytes), shares).tolist(), len(batch)]
+        cuts = [batch.total_bytes * number // self._threads for number in range(self._threads + 1)]
         later = [self._others.submit(self._part, pid, batch, *cut) for cut in itertools.pairwise(cuts[1:])]
         found = [self._part(pid, batch, *cuts[:2]), *(part.result() for part in later)]
         return next((each for each in found if each[0]), ("", ""))
@@ -51,20 +50,42 @@ class Copier:
             self._others.shutdown(wait=True)
 
     @staticmethod
-    def _part(pid: int, batch: Batch, begin: int, end: int) -> tuple[str, str]:
-        some = slice(begin, end)
-        nbytes = batch.nbytes[some]
-        part = Batch(batch.src[some], batch.dst[some], nbytes, int(nbytes.sum()))
+    def _part(pid: int, batch: Batch, low: int, high: int) -> tuple[str, str]:
+        """Copy the bytes low to high of a batch, counted over its rows."""
+        part, begin = cut(batch, low, high)
         landed, error = copy_rows(pid, part)
         if error is None:
             return "", ""
-        row = row_at(nbytes, landed)
+        row = row_at(part.nbytes, landed)
         since = f" from row {begin} on" if begin else ""
         return (
             f"process_vm_writev stopped with {error_name(error)} ({error.strerror}) "
-            f"in row {begin + row} of {len(batch)} ({int(nbytes[row])} bytes from {int(part.src[row]):#x} here "
+            f"in row {begin + row} of {len(batch)} ({int(part.nbytes[row])} bytes from {int(part.src[row]):#x} here "
             f"to {int(part.dst[row]):#x} there): {landed} of {part.total_bytes} bytes{since} are written"
         ), error_name(error)
+
+
+def _runs(batch: Batch) -> int:
+    """Rows, neighbours counted as one: of long runs one thread copies as fast as memory allows."""
+    apart = (np.diff(batch.src) != batch.nbytes[:-1]) | (np.diff(batch.dst) != batch.nbytes[:-1])
+    return 1 + int(np.count_nonzero(apart))
+
+
+def cut(batch: Batch, low: int, high: int) -> tuple[Batch, int]:
+    """The bytes low to high of a batch, counted over its rows, and the number of the row that they begin in."""
+    if (low, high) == (0, batch.total_bytes):
+        return batch, 0
+    ends = np.cumsum(batch.nbytes).astype(np.int64)
+    first, last = (int(np.searchsorted(ends, at, side="right")) for at in (low, high - 1))
+    some = slice(first, last + 1)
+    nbytes = batch.nbytes[some].copy()
+    before = low - int(ends[first] - nbytes[0])
+    nbytes[-1] -= np.uint64(int(ends[last]) - high)
+    nbytes[0] -= np.uint64(before)
+    src, dst = batch.src[some].copy(), batch.dst[some].copy()
+    src[0] += np.uint64(before)
+    dst[0] += np.uint64(before)
+    return Batch(src, dst, nbytes, high - low), first
 
 
 def copy_rows(pid: int, batch: Batch) -> tuple[int, OSError | None]:
