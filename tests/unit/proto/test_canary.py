@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.errors import Blame, Code
 from kvferry.ids import KVPoll
-from kvferry.proto.effects import Changed, Digest, Kind, Release, Submit, Verify
+from kvferry.proto.effects import Changed, Digest, Kind, Prepare, Release, Source, Submit, Verify
 from kvferry.proto.rules import ClaimEvent, ClaimState, OfferState
 from kvferry.wire import Canary, StatusPhase, TransferStatus
 
@@ -193,3 +193,30 @@ def test_a_room_that_looks_the_same_is_shown_once(decode, alone):
     changed = [effect for effect in decode.effects if isinstance(effect, Changed)]
     assert len(changed) == len([a for a, b in zip(decode.effects, [None, *decode.effects], strict=False)
                                 if isinstance(a, Changed) and a != b])  # fmt: skip
+
+
+class Large:
+    """A route that moves a megabyte per token."""
+
+    def request_bytes(self, prefix_tokens, num_tokens, rows=None):
+        return (num_tokens - prefix_tokens) << 20
+
+
+@pytest.mark.parametrize("digest", ["sample", "full", ""])
+def test_the_canary_of_a_large_link_is_prepared_when_its_pages_are_named_once(net, prefill, digest):
+    other = net.end("decode", 2002)
+    for one, two in ((prefill, other), (other, prefill)):
+        one.peer_ready(one.peer(two), Large(), digest=digest)
+    number = prefill.open_offer()
+    claim = other.claim(7)
+    other.resolved(claim, [Source(other.peer(prefill), 1, True, Large())])
+    net.deliver()
+    assert prefill.took(Prepare) == []
+    other.place(claim)
+    net.deliver()
+    prefill.chunk(number)
+    found = prefill.took(Prepare)
+    assert len(found) == (digest != "")
+    for prepare in found:
+        assert (prepare.offer, prepare.peer, prepare.full) == (number, prefill.peer(other), digest == "full")
+        assert (prepare.first_token, prepare.end_tokens) == (0, 8)

@@ -1,0 +1,80 @@
+"""Small requests: what is kept by size, and when the general way must be asked."""
+
+import numpy as np
+import pytest
+
+from kvferry.errors import InputError
+from kvferry.layout import Cyclic, page_major
+from kvferry.plan import Size, recipe, route, small_batch
+from kvferry.plan.recent import Recent
+
+
+def make(page_tokens=4, pages=8, layers=1, **rest):
+    return page_major(
+        "m", layers=layers, kv_heads=1, head_dim=4, dtype="uint8", pages=pages, page_tokens=page_tokens, **rest
+    )
+
+
+def batch(path, src, dst, first=0, prefix=0, end=7):
+    pages = ({"kv": np.array(each, np.int64)} for each in (src, dst))
+    return small_batch(path, {"kv": Size(first, prefix, end, 0)}, *pages, claim=3, chunk=2)
+
+
+def test_a_whole_page_of_all_layers_is_one_row():
+    found = batch(route(make(layers=5), make(layers=5)), [5], [2], end=4)
+    assert (found.src.tolist(), found.dst.tolist(), found.nbytes.tolist()) == ([5 * 160], [2 * 160], [160])
+    assert (found.claim, found.chunk, found.total_bytes) == (3, 2, 160)
+
+
+def test_the_same_size_is_worked_out_once():
+    leg = route(make(), make()).leg("kv")
+    assert recipe(leg, Size(0, 0, 7, 0)) is recipe(leg, Size(0, 0, 7, 0))
+    assert recipe(leg, Size(0, 0, 7, 0)) is not recipe(leg, Size(0, 0, 6, 0))
+
+
+def test_a_prefix_begins_inside_of_the_lists():
+    found = batch(route(make(), make()), [5, 6], [2], prefix=4)
+    assert (found.src // 32).tolist() == [6] * len(found)
+    assert (found.dst // 32).tolist() == [2] * len(found)
+    assert found.total_bytes == 3 * 8
+
+
+@pytest.mark.parametrize(("src", "dst"), [
+    ([5], [1, 2]), ([5, 6], [1]), ([], [1, 2]), ([5, 8], [1, 2]), ([5, 6], [-1, 2]), ([5, 6], [1, 99]),
+])  # fmt: skip
+def test_pages_that_are_not_what_they_should_be_are_left_to_runs(src, dst):
+    assert batch(route(make(), make()), src, dst) is None
+
+
+def test_nothing_to_move_is_left_to_runs():
+    path = route(make(), make())
+    assert batch(path, [5, 6], [], prefix=7) is None
+    assert small_batch(path, {}, {}, {}) is None
+    assert batch(route(make(deal=Cyclic(4, 2, 1)), make()), [0], [0], end=3) is None
+
+
+def test_numbers_that_make_no_request_are_refused():
+    with pytest.raises(InputError, match="num_tokens 3"):
+        batch(route(make(), make()), [5], [1], prefix=4, end=3)
+
+
+def test_large_requests_are_counted_without_their_pages():
+    leg = route(make(page_tokens=1), make(page_tokens=1)).leg("kv")
+    assert len(leg.overlap(0, 1 << 20, 1 << 20, few=True).tokens) == 1
+    assert len(leg.overlap(0, 100, 100, few=True).tokens) == 100
+
+
+def test_only_a_few_results_are_kept_and_only_small_ones():
+    made = []
+
+    def make_it(key):
+        return lambda: made.append(key) or key
+
+    recent = Recent(2)
+    for key in (1, 2, 1, 3, 1, 2):
+        assert recent.get(key, make_it(key), lambda _: True) == key
+    assert made == [1, 2, 3, 1, 2], "the oldest goes first"
+    made.clear()
+    for _ in range(2):
+        recent.get(9, make_it(9), lambda _: False)
+    assert made == [9, 9]
