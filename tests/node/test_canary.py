@@ -1,6 +1,7 @@
 """Bytes that are wrong never reach a user: the canary compares what was sent with what landed."""
 
 import mmap
+import threading
 import time
 
 import numpy as np
@@ -152,3 +153,53 @@ def test_memory_of_a_device_is_not_read():
         "", "", "", "sample",
     ]  # fmt: skip
     assert Device(0)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_digest_that_gets_no_thread_takes_the_callers_time(make, kit, side, monkeypatch):
+    layout = page_major("m", layers=2, kv_heads=8, head_dim=128, dtype="float16", pages=kit.PAGES, page_tokens=64)
+    sides = {mode: make(mode, "faulty", layout) for mode in ("prefill", "decode")}
+    prefill, decode = sides["prefill"], sides["decode"]
+
+    class NoThreads:
+        def submit(self, task):
+            raise RuntimeError("can't start new thread")
+
+        def shutdown(self, **_):
+            pass
+
+    sides[side].manager.node.digests._threads = NoThreads()
+    prefill.fill(range(2, 10), seed=1)
+    receiver = kit.claim(decode, prefill, 5, list(range(5, 13)))
+    sender = kit.offer(prefill, 5, list(range(2, 10)))
+    assert receiver.wait(10) is KVPoll.Success, receiver.failure()
+    assert sender.wait(5) is KVPoll.Success
+
+
+def test_what_several_threads_have_read_is_put_together_once(monkeypatch):
+    from kvferry.node.digests import _Shares
+    from kvferry.plan.canary import Sums
+
+    class Place:
+        def __init__(self, number):
+            self.number = number
+
+        def sums(self, *, full, share):
+            return Sums(np.array([share[0] + 1], np.uint64), np.array([1], np.uint64))
+
+    class Looks:
+        full = False
+
+        def places(self, pages):
+            return [Place(1)]
+
+    for _ in range(200):
+        found = []
+        shares = _Shares(8, lambda places, sums: found.append(sums), found.append)  # noqa: B023
+        threads = [threading.Thread(target=shares.read, args=(Looks(), {}, (number, 8))) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ((sums,),) = found
+        assert (sums.layers.tolist(), sums.pages.tolist()) == ([36], [8])

@@ -10,6 +10,7 @@ import pytest
 
 from kvferry import KVPoll, KVReceiver, KVSender
 from kvferry.engines.seam import Caps
+from kvferry.node import turn as turns
 
 ROOMS = 40
 
@@ -123,7 +124,7 @@ def test_no_turn_is_taken_while_bytes_are_copied(make, kit, monkeypatch):
     submit = prefill.engine.submit
 
     def slow(*args):
-        held.append(prefill.manager.node.control._turn.locked())
+        held.append(prefill.manager.node.control._turn.is_taken)
         return submit(*args)
 
     monkeypatch.setattr(prefill.engine, "submit", slow)
@@ -165,3 +166,37 @@ def test_a_mistake_of_the_engine_glue_is_not_raised_at_the_scheduler(make, kit, 
     kit.until(lambda: sender.poll() is KVPoll.Failed)
     assert receiver.wait(5) is KVPoll.Failed
     assert "mover" in prefill.manager.health()
+
+
+class Interrupt(BaseException):
+    """What a signal handler of the application raises."""
+
+
+def test_an_exception_of_a_signal_handler_in_a_turn_fails_the_rooms_by_name_and_nothing_hangs(make, kit, monkeypatch):
+    prefill, decode = make("prefill"), make("decode")
+    receiver = kit.claim(decode, prefill, 5, [3])
+    sender = kit.offer(prefill, 5, [4], send=False)
+    kit.until(lambda: sender.poll() is KVPoll.WaitingForInput)
+
+    def interrupted():
+        raise Interrupt
+
+    monkeypatch.setattr(prefill.manager.node.control, "perform", interrupted)
+    with pytest.raises(Interrupt):
+        sender.send(np.array([4], np.int32))
+    assert sender.wait(5) is KVPoll.Failed
+    assert receiver.wait(5) is KVPoll.Failed
+    assert "Interrupt" in prefill.manager.health()
+
+
+@pytest.mark.parametrize("which", ["control", "mover"])
+def test_a_turn_that_nobody_gives_back_is_taken_over(make, kit, which, monkeypatch):
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.05)
+    prefill, decode = make("prefill"), make("decode")
+    owner = getattr(prefill.manager.node, which)
+    kit.until(owner._turn.try_take)  # and then a signal handler raises, before the `try`
+    receiver = kit.claim(decode, prefill, 5, [3])
+    sender = kit.offer(prefill, 5, [4])
+    assert receiver.wait(5) is KVPoll.Success
+    assert sender.wait(5) is KVPoll.Success
+    kit.until(lambda: not owner._turn.is_taken)

@@ -20,6 +20,7 @@ from kvferry.errors import Code, EngineError, Reason
 from kvferry.ids import KVPoll
 from kvferry.node.performer import Performer
 from kvferry.node.switchboard import Switchboard
+from kvferry.node.turn import Turn
 from kvferry.proto.effects import Kind
 from kvferry.proto.rules import LIVE_OFFERS
 
@@ -56,9 +57,10 @@ class Control:
         self.ended: Reason | None = None
         self.beat = time.monotonic()
         self._later: deque[Callable[[], None]] = deque()
-        self._turn = threading.Lock()
+        self._turn = Turn(Control.help)
         self._helper = threading.local()
         self._polled_at = 0.0
+        self._was_spared = False
         self._pause_s = 0.0
         self._wakes_at = 0.0
         self._next_tick = 0.0
@@ -92,11 +94,14 @@ class Control:
         """
         self._helper.at_it = True
         try:
-            while self.running and (self.calls or self.links.has_news()) and self._turn.acquire(blocking=False):
+            while self.running and (self.calls or self.links.has_news()) and self._turn.try_take():
                 try:
                     wake = self._short_turn()
+                except BaseException as error:  # a signal handler of the caller's raised in the middle
+                    self._die(error)
+                    raise
                 finally:
-                    self._turn.release()
+                    self._turn.give_back()
                 self._help_others()
                 if wake:
                     self.links.wake()
@@ -163,21 +168,26 @@ class Control:
             self._sleep()
             if self._is_spared():
                 continue
-            with self._turn:
+            self._turn.take()
+            try:
                 self._long_turn()
+            finally:
+                self._turn.give_back()
             self._help_others()
-        with self._turn:
-            self.links.close()
+        self._turn.take()
+        self.links.close()  # and the turn is nobody's any more
 
     def _sleep(self) -> None:
         """Leave the news to a scheduler that polls: it comes sooner than a thread that waits for the interpreter."""
-        polled_s = time.monotonic() - self._polled_at
+        now = time.monotonic()
         if self.calls or self._later:
             self.links.wait(0.0)
-        elif polled_s < POLLED_S:
+        elif now - self._polled_at < POLLED_S:
             pause_s = min(POLLED_S, self._pause_s)
-            self._wakes_at = time.monotonic() + pause_s
+            self._wakes_at = now + pause_s
             self.links.wait(pause_s, for_news=False)
+        elif self._was_spared:  # what was begun meanwhile is not in the pause
+            self.links.wait(0.0)
         else:
             self.links.wait(self._pause_s)
 
@@ -188,7 +198,8 @@ class Control:
         """
         now = time.monotonic()
         due = self.calls or self._later or self.waiting_after or now >= self._next_tick
-        return not due and now - self._polled_at < 2 * POLLED_S
+        self._was_spared = not due and now - self._polled_at < POLLED_S
+        return self._was_spared
 
     def _long_turn(self) -> None:
         try:
@@ -211,7 +222,7 @@ class Control:
         except Exception as error:  # noqa: BLE001 - whatever it is, no state can be relied on any more
             self._die(error)
 
-    def _die(self, error: Exception) -> None:
+    def _die(self, error: BaseException) -> None:
         """What must not happen: no state can be relied on any more, so every room fails and the thread ends."""
         self.running = False
         log.error("the control thread died", exc_info=error)

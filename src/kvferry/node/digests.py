@@ -6,7 +6,6 @@ the copy.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -127,9 +126,15 @@ def sent(route: Route, effect: Digest | Prepare) -> Looks:
     """Of what a link sends, at the source."""
     info = effect.info
     return Looks(
-        route, 0, _rows(info.pages), effect.first_token, info.prefix_tokens, effect.end_tokens, effect.full,
-        info.expected_bytes or 0,
-    )  # fmt: skip
+        route,
+        0,
+        _rows(info.pages),
+        effect.first_token,
+        info.prefix_tokens,
+        effect.end_tokens,
+        effect.full,
+        effect.nbytes,
+    )
 
 
 def landed(route: Route, facts: ClaimFacts, nbytes: int, *, full: bool) -> Looks:
@@ -281,8 +286,10 @@ class Digests:
         elif not self._closed:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvferry-digest")
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
+            try:
                 self._threads.submit(guarded)
+            except RuntimeError:  # no thread is to be had: it takes the caller's time, and it is done
+                self._small.append(guarded)
 
 
 class _Shares:
@@ -305,7 +312,6 @@ class _Shares:
             if self._sums is not None:
                 found = [Sums(a.layers + b.layers, a.pages + b.pages) for a, b in zip(self._sums, found, strict=True)]
             self._sums = found
-        with self._lock:
             self._left -= 1
             last = not self._left
         if last and self._problem:

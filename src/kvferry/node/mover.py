@@ -23,6 +23,7 @@ from kvferry.engines.seam import Batch, Caps, Done, Engine, Outcome, Ticket
 from kvferry.errors import EngineError
 from kvferry.ids import PeerId
 from kvferry.node.jobs import Job, Reports
+from kvferry.node.turn import Turn
 
 log = logging.getLogger("kvferry.mover")
 
@@ -52,7 +53,7 @@ class Mover:
         self._in_flight = batches_in_flight
         self._inbox: deque[Job | Callable[[], None]] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._turn = threading.Lock()
+        self._turn = Turn(Mover.help)
         self._helped = Caps.ANY_THREAD in engine.caps
         self._ready: deque[Job] = deque()
         self._jobs: dict[int, Job] = {}
@@ -98,13 +99,16 @@ class Mover:
         """Write a small job that was posted, if the engine is idle; leave all else to the thread. Never waits."""
         if not self._inbox:
             return
-        while self._helped and self._is_small() and self._turn.acquire(blocking=False):
+        while self._helped and self._is_small() and self._turn.try_take():
             try:
                 self._small_turn()
             except Exception as error:  # noqa: BLE001 - it is not this thread's to raise: the mover ends
                 self._died(error)
+            except BaseException as error:  # a signal handler of the caller's raised in the middle
+                self._died(error)
+                raise
             finally:
-                self._turn.release()
+                self._turn.give_back()
         if self._inbox or self._jobs:
             self._bell.put(None)
 
@@ -148,20 +152,23 @@ class Mover:
             pause_s = 0.0
             while self._running:
                 self._sleep(0.0 if self._inbox else pause_s)
-                with self._turn:
+                self._turn.take()
+                try:
                     self._take_inbox()
                     self._renew_doubted()
                     self._submit_some()
                     self._collect(BUSY_POLL_S if self._only_waits() else 0.0)
                     pause_s = self._pause_s()
+                finally:
+                    self._turn.give_back()
         except Exception as error:  # noqa: BLE001 - whatever it is, no outcome can be relied on any more
             self._died(error)
         finally:
-            with self._turn:
-                self._running = False
-                self._engine.close()
+            self._turn.take()
+            self._running = False
+            self._engine.close()  # and the turn is nobody's any more
 
-    def _died(self, error: Exception) -> None:
+    def _died(self, error: BaseException) -> None:
         self._running = False
         log.error("the mover of engine %s died", self._engine.name, exc_info=error)
         self._reports.broken(f"the mover thread of engine {self._engine.name} died: {error!r}")

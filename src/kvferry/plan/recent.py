@@ -22,6 +22,7 @@ class Recent(Generic[T]):
             found = make()
             if is_small(found):
                 if len(self._found) >= self._capacity:
-                    self._found.pop(next(iter(self._found), None), None)
+                    for oldest in list(self._found)[:1]:  # one step for the interpreter, unlike an iteration
+                        self._found.pop(oldest, None)
                 self._found[key] = found
         return found

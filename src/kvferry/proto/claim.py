@@ -271,6 +271,8 @@ class Claim:
                     self.failing(self._content_differs(view))
                     return
                 delivered += self._is_verified(view, status)
+                if self.state not in rules.LIVE_CLAIMS:
+                    return
         if delivered and delivered == len(self.views):
             self._complete()
 
@@ -287,13 +289,23 @@ class Claim:
             fire(CLAIM, self, ClaimEvent.COMPLETE)
 
     def _is_verified(self, view: SourceView, status: TransferStatus) -> bool:
-        """Whether what landed equals what was sent, as far as a canary tells; without one nothing is known."""
-        if status.canary is None or view.verified:
+        """Whether what landed equals what was sent, as far as a canary tells; true where none was agreed on."""
+        record = self.book.peers.get(view.peer)
+        agreed = record.digest if record else ""
+        if view.verified or not agreed or not view.expected_bytes:
             return True
-        if not view.verifying and self.facts is not None:
+        if status.canary is None or status.canary.full != (agreed == "full"):
+            self.failing(self._no_canary(view, agreed))
+        elif not view.verifying and self.facts is not None:
             view.verifying = True
             self.book.emit(Verify(self.id, view.peer, status.canary, self.facts, status.bytes_landed))
         return False
+
+    def _no_canary(self, view: SourceView, agreed: str) -> Reason:
+        cause = f"both sides agreed on a digest ({agreed}), the source sent none, or another one"
+        return self.book.where.reason(
+            Code.CONTENT_DIFFERS, cause, peer=self.book.named(view.peer), stage="delivery", blame=Blame.PEER
+        )
 
     def _content_differs(self, view: SourceView) -> Reason:
         cause = f"the bytes that landed are not those that were sent: {view.differs}"

@@ -169,6 +169,7 @@ class Prepare(msgspec.Struct, frozen=True):
         first_token: the token that the offer's first page holds first.
         end_tokens: the token after the last one that will be copied.
         full: of every byte.
+        nbytes: how many bytes the link moves.
     """
 
     offer: int
@@ -177,6 +178,7 @@ class Prepare(msgspec.Struct, frozen=True):
     first_token: int
     end_tokens: int
     full: bool
+    nbytes: int
 
 
 class Digest(msgspec.Struct, frozen=True):

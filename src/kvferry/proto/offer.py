@@ -40,6 +40,7 @@ class Link:
         self.jobs: dict[int, Chunk] = {}
         self.prepared = False
         self.digested = False
+        self.digest_job = 0
         self.canary: Canary | None = None
 
     def own_bytes(self, facts: OfferFacts) -> int:
@@ -249,17 +250,18 @@ class Offer:
     def _prepare_digest(self, link: Link) -> None:
         info, record = link.info, self.book.peers.get(link.peer)
         digest = record.digest if record else ""
-        large = (info.expected_bytes or 0) > rules.PREPARE_BYTES and info.phase is InfoPhase.PAGES
+        nbytes = info.expected_bytes or 0
+        large = nbytes > rules.PREPARE_BYTES and info.phase is InfoPhase.PAGES
         if large and digest and self.facts is not None and not link.prepared and self.state in rules.LIVE_OFFERS:
             link.prepared = True
             end = match.end_tokens(self.facts, info)
-            self.book.emit(Prepare(self.id, link.peer, info, self.facts.first_token, end, digest == "full"))
+            self.book.emit(Prepare(self.id, link.peer, info, self.facts.first_token, end, digest == "full", nbytes))
 
     def _take_digest(self, link: Link) -> None:
         """Have the canary taken while the last chunk is on its way; to whoever waits it is one more job."""
         assert self.facts is not None
         link.digested = True
-        job = self.book.new_job(link)
+        job = link.digest_job = self.book.new_job(link)
         link.jobs[job] = self.chunks[-1]
         full = self.book.peers[link.peer].digest == "full"
         end = match.end_tokens(self.facts, link.info)
@@ -331,7 +333,8 @@ class Offer:
         limit_s = self.book.times.stall_s
         for link in self.links:
             link.tell_progress(now)
-            if link.jobs and now - link.moved_at >= limit_s:
+            writing = link.jobs.keys() - {link.digest_job}  # a digest is this side's own work, it moves no byte
+            if writing and now - link.moved_at >= limit_s:
                 cause = f"no byte landed for {limit_s:g} s, {link.bytes_landed} bytes landed before"
                 self.failing(
                     self.book.where.reason(Code.STALLED, cause, peer=self.book.named(link.peer), stage="transfer")

@@ -1,6 +1,7 @@
 """Large batches in parts, by several threads: the same bytes, and every part over before anything is said."""
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -92,3 +93,45 @@ def test_cutting_at_any_byte_loses_none(sizes):
             ]
             assert found == pairs[low:high]
             assert (part.total_bytes, begin) == (high - low, rows[low])
+
+
+def test_where_no_thread_is_to_be_had_one_copies_and_nothing_stays_behind(monkeypatch, caplog):
+    made = Copier(3)
+    source, target = np.ones(1 << 22, np.uint8), np.zeros(1 << 22, np.uint8)
+    _, dst, batch = batch_of(source, target, 512)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(copier.threading.Thread, "start", refuse)
+    assert made.write(os.getpid(), batch) == ("", "")
+    assert target.reshape(-1, ROW)[dst].all()
+    assert "1 threads copy, 3 were asked for: can't start new thread" in caplog.text
+    monkeypatch.undo()
+    target[:] = 0
+    _, other, batch = batch_of(source, target, 300, seed=5)
+    assert made.write(os.getpid(), batch) == ("", "")
+    assert not target.reshape(-1, ROW)[np.setdiff1d(np.arange(1024), other)].any(), "nothing of the first batch"
+    made.close()
+
+
+def test_what_a_part_raises_is_raised_when_all_parts_are_over(monkeypatch):
+    made, over = Copier(2), []
+
+    def copy(pid, batch):
+        if int(batch.src[0]) % 2:
+            raise ValueError("a mistake")
+        time.sleep(0.2)
+        over.append(1)
+        return batch.total_bytes, None
+
+    monkeypatch.setattr(copier, "copy_rows", copy)
+    nbytes = np.full(512, ROW, np.uint64)
+    for odd in (0, 300):
+        src = np.arange(512, dtype=np.uint64) * np.uint64(2 * ROW)
+        src[odd] += np.uint64(1)
+        src = np.where(np.arange(512) // 256 == odd // 256, src | np.uint64(1), src)
+        with pytest.raises(ValueError, match="a mistake"):
+            made.write(1, Batch(src, src, nbytes, 512 * ROW))
+        assert over.pop() == 1
+    made.close()

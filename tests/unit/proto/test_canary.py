@@ -220,3 +220,30 @@ def test_the_canary_of_a_large_link_is_prepared_when_its_pages_are_named_once(ne
     for prepare in found:
         assert (prepare.offer, prepare.peer, prepare.full) == (number, prefill.peer(other), digest == "full")
         assert (prepare.first_token, prepare.end_tokens) == (0, 8)
+
+
+@pytest.mark.parametrize("canary", [None, Canary({"kv": (b"", b"")}, full=True)])
+def test_a_source_that_sends_no_canary_or_another_one_than_agreed_fails_the_room(net, prefill, decode, canary):
+    claim = decode.open_claim([prefill])
+    decode.place(claim)
+    status = TransferStatus(7, claim, 1, StatusPhase.DELIVERED, bytes_landed=8, quiet=True, canary=canary)
+    decode.receive(decode.peer(prefill), status)
+    reason = decode.claimed(claim).reason
+    assert (reason.code, reason.blame) == (Code.CONTENT_DIFFERS, Blame.PEER)
+    assert "both sides agreed on a digest (sample)" in reason.cause
+    assert decode.took(Verify) == []
+
+
+def test_of_nothing_no_canary_is_wanted(net, prefill, decode):
+    claim = decode.open_claim([prefill], elected=False)
+    decode.place(claim)
+    decode.receive(decode.peer(prefill), TransferStatus(7, claim, 1, StatusPhase.DELIVERED, quiet=True))
+    assert decode.claimed(claim).poll is KVPoll.Success
+
+
+def test_a_digest_that_takes_long_is_no_stall(net, prefill, decode, landed):
+    number, _, job = landed
+    net.wait(9)
+    assert prefill.offered(number).state is OfferState.SENDING
+    prefill.job_digested(job, CANARY)
+    assert prefill.offered(number).state is OfferState.DELIVERED
