@@ -55,7 +55,13 @@ class RawPeer:
         self.engine.close()
 
     def registration(self, **changes):
-        info = KVArgsRegisterInfo(self.layout, {"local": self.engine.describe()}, self.side, (32,), "by hand")
+        info = KVArgsRegisterInfo(
+            self.layout,
+            {"local": self.engine.personal(self.engine.describe(), self.me.epoch)},
+            self.side,
+            (32,),
+            "by hand",
+        )
         return msgspec.structs.replace(info, **changes)
 
     def say(self, message, *, source=None, destination=None):

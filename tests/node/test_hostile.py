@@ -195,7 +195,9 @@ def test_another_peers_identity_is_of_no_use(make, kit):
         thief.say(Bye(), source=victim, destination=me)
         kit.until(lambda: counts(prefill).get("foreign", 0) == 5)
     with raw_peer(prefill.manager.endpoint) as thief:
-        thief.shake(engines={"faulty": thief.engine.describe()})  # a name of its own, changed later
+        thief.shake(
+            engines={"faulty": thief.engine.personal(thief.engine.describe(), thief.me.epoch)}
+        )  # a name of its own, changed later
         thief.say(thief.hello(peer=victim), source=victim)
         thief.say(closed, source=victim, destination=me)
         thief.say(closed)

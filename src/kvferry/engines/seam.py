@@ -156,6 +156,9 @@ class Engine(Protocol):
         """Say in the engine's own words how peers reach this process; at most 64 KiB, opaque to kvferry."""
         ...
 
+    # An engine may have `personal(blob, epoch)` besides: what a blob becomes for the peer of one connection, for
+    # instance with a secret of its own. It is called on any thread and changes nothing.
+
     def attach(self, peer: PeerId, blob: bytes) -> Ticket:
         """Begin to connect to a peer, given what its `describe` said. Attaching again replaces."""
         ...

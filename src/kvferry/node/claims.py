@@ -165,7 +165,7 @@ class Claims:
     def _connect(self, address: str, numeric: str) -> None:
         self._epoch += 1
         node = self.node
-        handshake = Handshake(node.incarnation, node.register_info(), node.where, self._epoch)
+        handshake = Handshake(node.incarnation, node.register_info(self._epoch), node.where, self._epoch)
         routing_id = node.incarnation.to_bytes(8, "big") + self._epoch.to_bytes(4, "big")
         conn = Conn(node.links.dial(address, numeric, routing_id), handshake)
         # a tick before the rooms that wait for it run out of time: it can say where it got stuck

@@ -139,10 +139,12 @@ class Node:
         late = time.monotonic() - self.control.beat
         return f"the control thread did not run for {late:.1f} s" if late > HEALTHY_BEAT_S else ""
 
-    def register_info(self) -> KVArgsRegisterInfo:
-        """What peers are told at the handshake."""
+    def register_info(self, epoch: int) -> KVArgsRegisterInfo:
+        """What the peer of one connection is told at the handshake."""
+        seal: Callable[[bytes, int], bytes] | None = getattr(self.engine, "personal", None)
+        blob = self._blob if seal is None else seal(self._blob, epoch)
         return KVArgsRegisterInfo(
-            layout=self.layout, engines={self.engine_name: self._blob}, side=self.side.value,
+            layout=self.layout, engines={self.engine_name: blob}, side=self.side.value,
             aux_bytes=self.aux.item_bytes, address=self.endpoint, digest=self.digest,
         )  # fmt: skip
 

@@ -79,7 +79,9 @@ class Switchboard:
             self._dropped("foreign", received.link.address, "no handshake")
             self.links.drop(received.link)
             return None
-        handshake = Handshake(self.node.incarnation, self.node.register_info(), self.node.where, None)
+        handshake = Handshake(
+            self.node.incarnation, self.node.register_info(frame.message.peer.epoch), self.node.where, None
+        )
         conn = Conn(received.link, handshake, deadline=time.monotonic() + self.node.config.bootstrap_timeout_s)
         return self.conns.add(conn)
 

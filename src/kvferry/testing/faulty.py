@@ -95,6 +95,12 @@ class Faulty:
         """What the wrapped engine says."""
         return self.inner.describe()
 
+    def personal(self, blob: bytes, epoch: int) -> bytes:
+        """What the wrapped engine makes of it, if it makes anything."""
+        seal = getattr(self.inner, "personal", None)
+        sealed: bytes = blob if seal is None else seal(blob, epoch)
+        return sealed
+
     def attach(self, peer: PeerId, blob: bytes) -> Ticket:
         """Attach the wrapped engine."""
         return self._map(self.inner.attach(peer, blob), silent=False)

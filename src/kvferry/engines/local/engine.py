@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from kvferry.engines.findings import Finding
 from kvferry.engines.intervals import Intervals
 from kvferry.engines.local.blob import TOKEN_BYTES, VERSION, Blob, decode, encode, host_identity
 from kvferry.engines.local.copier import Copier
+from kvferry.engines.local.frames import key_of
 from kvferry.engines.local.lanes import Lanes
 from kvferry.engines.local.link import State
 from kvferry.engines.local.memory_link import MemoryLink
@@ -144,6 +146,11 @@ class LocalEngine:
                 tcp_port=target.port,
             )
         )
+
+    def personal(self, blob: bytes, epoch: int) -> bytes:
+        """What a blob of `describe` becomes for the peer of one connection: with a token of its own; any thread."""
+        said = decode(blob)
+        return encode(msgspec.structs.replace(said, token=key_of(said.token, epoch)))
 
     def attach(self, peer: PeerId, blob: bytes) -> Ticket:
         """Begin to connect; LANDED when the peer can be written to, else FAILED_QUIET with the reasons."""

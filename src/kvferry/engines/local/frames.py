@@ -181,11 +181,24 @@ def encode_auth(token: bytes, nonce: bytes, caller: Caller) -> bytes:
     return _AUTH.pack(_AUTH_MAGIC, peer.incarnation, peer.epoch, caller.attachment, caller.number, proof)
 
 
+def key_of(token: bytes, epoch: int) -> bytes:
+    """The token that the peer of one connection is told; only the target can make it of its own one.
+
+    A peer's epoch is the number of its connection, so each has another. Epoch 0 stands for no connection: who calls the
+    engine without a node is told the target's own.
+    """
+    return hmac.digest(token, b"kvferry epoch %d" % epoch, "sha256") if epoch else token
+
+
 def decode_auth(raw: bytes, token: bytes, nonce: bytes) -> Caller:
-    """Who connects; raises WireError when the frame is none, or its proof is wrong for this token and nonce."""
+    """Who connects, at the target, whose own token it is given.
+
+    Raises:
+        WireError: the frame is none, or its proof is not made with this caller's key and this nonce.
+    """
     magic, incarnation, epoch, attachment, number, proof = _AUTH.unpack(raw)
     caller = Caller(PeerId(incarnation, epoch), attachment, number)
-    if magic != _AUTH_MAGIC or not hmac.compare_digest(proof, _proof(token, b"writer", nonce, caller)):
+    if magic != _AUTH_MAGIC or not hmac.compare_digest(proof, _proof(key_of(token, epoch), b"writer", nonce, caller)):
         raise WireError("the connection does not start with a proof that it holds this engine's token")
     return caller
 

@@ -166,7 +166,8 @@ class MemoryDoor:
         if knock.mechanism not in self.offers:
             return f"this process does not offer {knock.mechanism[:20]!r}"
         by_memory = knock.mechanism == "cma"
-        proof = frames.knock_proof(self._token, self._page.nonce if by_memory else b"", knock.peer, knock.mechanism)
+        key, nonce = frames.key_of(self._token, knock.peer.epoch), self._page.nonce if by_memory else b""
+        proof = frames.knock_proof(key, nonce, knock.peer, knock.mechanism)
         if not hmac.compare_digest(knock.proof, proof):
             self.garbage += 1
             return "the proof is wrong: the nonce was not read from this process, or the blob is an old one"

@@ -140,7 +140,7 @@ class TcpDoor:
     def _start(self, guest: _Guest, caller: frames.Caller) -> str:
         """Hand the connection to a receiver; returns "" or why it is refused. Raises OSError: no thread for it."""
         lane = self._lanes.lane(caller.attachment[0] + caller.number)
-        welcome = frames.welcome(self._token, guest.nonce, caller)
+        welcome = frames.welcome(frames.key_of(self._token, caller.peer.epoch), guest.nonce, caller)
         receiver = Receiver(
             guest.connection, caller, welcome, lane, self._writers, self._limits, self._on_change, self._count_garbage
         )
