@@ -270,4 +270,5 @@ def test_no_call_of_a_scheduler_waits_for_a_stopped_peer(nothing_left_behind: No
     for p50, p99, longest in each_ms:
         print(f"{took.size // rounds} calls, peer stopped: p50 {p50:.3f} ms, p99 {p99:.3f} ms, max {longest:.3f} ms")
     assert took.size // rounds >= 1000
-    assert each_ms[:, 1].min() < 1.0  # of the quietest round: other processes disturb some, a wait would be in all
+    # a call that waited for the peer would take as long as it is stopped; how fast a call is, the bench says
+    assert each_ms[:, 1].min() < 10.0

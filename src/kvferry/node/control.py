@@ -219,7 +219,7 @@ class Control:
             self.perform()
             self._pause_s = self._timeout()
             self._wakes_at = time.monotonic() + self._pause_s
-        except Exception as error:  # noqa: BLE001 - whatever it is, no state can be relied on any more
+        except BaseException as error:  # noqa: BLE001 - whatever it is: nobody else would close the links
             self._die(error)
 
     def _die(self, error: BaseException) -> None:

@@ -19,7 +19,8 @@ def test_many_peers_cost_no_threads_and_one_descriptor_at_each_end(pair):
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     peers = [PeerId(2, epoch) for epoch in range(1, count + 1)]
     for peer in peers:
-        done = pair.settle(pair.writer.engine.attach(peer, pair.target.engine.describe()))
+        said = pair.target.engine.personal(pair.target.engine.describe(), peer.epoch)
+        done = pair.settle(pair.writer.engine.attach(peer, said))
         assert done.outcome is Outcome.LANDED
         pair.target.grant(PeerId(1, peer.epoch))
     for peer in peers:
@@ -57,7 +58,8 @@ def test_attachments_of_several_connections_leave_no_thread_and_no_descriptor(mo
 def test_a_target_without_descriptors_says_so_and_lets_in_again_later(suite):
     process = suite.spawn(4096, ("sh", "-c", 'ulimit -n 40; exec "$@"', "sh"))
     engine, peers = suite.pair.writer.engine, [PeerId(99, epoch) for epoch in range(1, 41)]
-    ended = {peer: suite.pair.settle(engine.attach(peer, process.blob)) for peer in peers}
+    said = {peer: engine.personal(process.blob, peer.epoch) for peer in peers}
+    ended = {peer: suite.pair.settle(engine.attach(peer, said[peer])) for peer in peers}
     let_in = [peer for peer in peers if ended[peer].outcome is Outcome.LANDED]
     assert 5 < len(let_in) < 38
     for peer in peers[len(let_in) :]:
