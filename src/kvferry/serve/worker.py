@@ -166,10 +166,17 @@ RUNS: dict[Side, Callable[[Worker, Request], None]] = {Side.PREFILL: run_prefill
 
 def main(arguments: list[str]) -> int:
     """Run a worker until its request is answered or its standard input ends."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of the manager's shutdown
     side = Side(arguments[0])
     events = EventWriter(side.value, sys.stdout)
-    worker = None
+    worker: Worker | None = None
+
+    def leave(*_: object) -> None:
+        """By way of the manager's shutdown, if there is a manager: else an exception could come up anywhere."""
+        if worker is None:
+            os._exit(128 + signal.SIGTERM)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
     try:
         require_worker_env()
         worker = Worker(side, msgspec.json.decode(sys.stdin.readline(), type=Start), events)
