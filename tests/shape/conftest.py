@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -24,20 +25,25 @@ def _left_over() -> tuple[list[str], int]:
     return threads, len(os.listdir("/proc/self/fd"))
 
 
-def _more_than(before: tuple[list[str], int]) -> bool:
-    """Fewer descriptors are fine: garbage of an earlier test may go at any time."""
-    threads, descriptors = _left_over()
-    return threads != before[0] or descriptors > before[1]
+def _settled() -> tuple[list[str], int]:
+    """What is there once the garbage of earlier tests is gone and nothing changes any more."""
+    gc.collect()
+    before, since, deadline = _left_over(), time.monotonic(), time.monotonic() + 2.0
+    while time.monotonic() < min(since + 0.1, deadline):
+        time.sleep(0.01)
+        if (now := _left_over()) != before:
+            before, since = now, time.monotonic()
+    return before
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    before = _left_over()
+    before = _settled()
     yield
     deadline = time.monotonic() + 3.0
-    while _more_than(before) and time.monotonic() < deadline:
+    while _left_over() != before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _more_than(before), (_left_over(), before)
+    assert _left_over() == before
     assert not [name for name in _left_over()[0] if name.startswith("kvferry-")]
 
 

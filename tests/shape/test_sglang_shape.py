@@ -261,7 +261,7 @@ def test_an_abort_on_one_rank_alone_removes_the_room_from_all_ranks_in_the_same_
 
 
 def test_no_call_of_a_scheduler_waits_for_a_stopped_peer(nothing_left_behind: None) -> None:
-    rounds, rooms = 3, 100
+    rounds, rooms = 6, 100
     with StoppablePeer(rounds * rooms) as peer:
         peer.meet()
         peer.stop()
@@ -270,5 +270,4 @@ def test_no_call_of_a_scheduler_waits_for_a_stopped_peer(nothing_left_behind: No
     for p50, p99, longest in each_ms:
         print(f"{took.size // rounds} calls, peer stopped: p50 {p50:.3f} ms, p99 {p99:.3f} ms, max {longest:.3f} ms")
     assert took.size // rounds >= 1000
-    # a call that waited for the peer would take as long as it is stopped; how fast a call is, the bench says
-    assert each_ms[:, 1].min() < 10.0
+    assert each_ms[:, 1].min() < 1.0  # of the quietest round: other processes disturb some, a wait would be in all
