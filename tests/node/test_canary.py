@@ -155,25 +155,24 @@ def test_memory_of_a_device_is_not_read():
     assert Device(0)
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_digest_that_gets_no_thread_takes_the_callers_time(make, kit, side, monkeypatch):
+def test_a_digest_that_gets_no_thread_takes_the_callers_time(make, kit, monkeypatch):
     layout = page_major("m", layers=2, kv_heads=8, head_dim=128, dtype="float16", pages=kit.PAGES, page_tokens=64)
-    sides = {mode: make(mode, "faulty", layout) for mode in ("prefill", "decode")}
-    prefill, decode = sides["prefill"], sides["decode"]
+    prefill, decode = make("prefill", "faulty", layout), make("decode", "faulty", layout)
+    started, refused = threading.Thread.start, []
 
-    class NoThreads:
-        def submit(self, task):
+    def refuse(thread):
+        if thread.name == "kvferry-digest":
+            refused.append(thread)
             raise RuntimeError("can't start new thread")
+        started(thread)
 
-        def shutdown(self, **_):
-            pass
-
-    sides[side].manager.node.digests._threads = NoThreads()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     prefill.fill(range(2, 10), seed=1)
     receiver = kit.claim(decode, prefill, 5, list(range(5, 13)))
     sender = kit.offer(prefill, 5, list(range(2, 10)))
     assert receiver.wait(10) is KVPoll.Success, receiver.failure()
     assert sender.wait(5) is KVPoll.Success
+    assert refused
 
 
 def test_what_several_threads_have_read_is_put_together_once(monkeypatch):

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,6 +28,7 @@ from kvferry.plan.batch import U64
 from kvferry.plan.canary import Look, Sums, Windows, add, cells, difference, no_sums, weigh
 from kvferry.proto.effects import Chunk, ClaimFacts, Digest, Kind, Prepare, Verify
 from kvferry.wire import Canary
+from kvferry.workers import Workers
 
 if TYPE_CHECKING:
     from kvferry.node.node import Node
@@ -199,7 +199,8 @@ class Digests:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._small: deque[Callable[[], None]] = deque()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Workers | None = None
+        self._starting = threading.Lock()
         self._closed = False
         self._prepared: dict[tuple[Kind, int], dict[PeerId, Looks]] = {}
 
@@ -252,9 +253,10 @@ class Digests:
 
     def close(self) -> None:
         """End the threads; what is not done is dropped."""
-        self._closed = True
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+        with self._starting:
+            self._closed, threads = True, self._threads
+        if threads is not None:
+            threads.close()
 
     def _read(
         self,
@@ -283,13 +285,17 @@ class Digests:
 
         if nbytes <= SMALL_BYTES:
             self._small.append(guarded)
-        elif not self._closed:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvferry-digest")
-            try:
-                self._threads.submit(guarded)
-            except RuntimeError:  # no thread is to be had: it takes the caller's time, and it is done
-                self._small.append(guarded)
+        elif (threads := self._workers()) and threads.running:
+            threads.submit(guarded)
+        elif not self._closed:  # no thread is to be had: it takes the caller's time, and it is done
+            self._small.append(guarded)
+
+    def _workers(self) -> Workers | None:
+        """The threads, started with the first large task and, where none was to be had, with each one after it."""
+        with self._starting:
+            if not self._closed and not (self._threads and self._threads.running):
+                self._threads = Workers(2, "kvferry-digest")
+            return self._threads
 
 
 class _Shares:

@@ -1,6 +1,7 @@
 """Large batches in parts, by several threads: the same bytes, and every part over before anything is said."""
 
 import os
+import threading
 import time
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_where_no_thread_is_to_be_had_one_copies_and_nothing_stays_behind(monkey
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(copier.threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     assert made.write(os.getpid(), batch) == ("", "")
     assert target.reshape(-1, ROW)[dst].all()
     assert "1 threads copy, 3 were asked for: can't start new thread" in caplog.text

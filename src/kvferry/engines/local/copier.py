@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import queue
-import threading
-from collections.abc import Callable
+from concurrent.futures import wait
 from functools import partial
 from itertools import pairwise
 
@@ -20,6 +18,7 @@ import numpy as np
 from kvferry.engines.local.iovec import Cursor, row_at, vectors_of
 from kvferry.engines.local.syscalls import error_name, write_memory
 from kvferry.plan.batch import Batch
+from kvferry.workers import Workers
 
 log = logging.getLogger("kvferry.engines.local")
 
@@ -33,7 +32,7 @@ class Copier:
     def __init__(self, threads: int) -> None:
         """Use up to `threads` threads, the caller's included; the others are started with the first large batch."""
         self._threads = threads
-        self._others: list[_Helper] | None = None
+        self._others: Workers | None = None
 
     def write(self, pid: int, batch: Batch) -> tuple[str, str]:
         """Copy a batch into a process; returns, or raises, when no part of it is under way any more.
@@ -41,34 +40,33 @@ class Copier:
         Returns:
             ("", ""), or in words how far it came, and the errno's name.
         """
-        helpers = self._helpers(batch)
-        cuts = [batch.total_bytes * number // (len(helpers) + 1) for number in range(len(helpers) + 2)]
-        for helper, (low, high) in zip(helpers, pairwise(cuts[1:]), strict=True):
-            helper.begin(partial(self._part, pid, batch, low, high))
+        others = self._others_for(batch)
+        parts = others.running + 1 if others else 1
+        cuts = [batch.total_bytes * number // parts for number in range(parts + 1)]
+        (low, high), *theirs = pairwise(cuts)
+        given = [others.submit(partial(self._part, pid, batch, *their)) for their in theirs] if others else []
         try:
-            mine = self._part(pid, batch, *cuts[:2])
+            mine = self._part(pid, batch, low, high)
         finally:
-            ended = [helper.end() for helper in helpers]
-        found = [mine, *(each() for each in ended)]
+            wait(given)
+        found = [mine, *(each.result() for each in given)]
         return next((each for each in found if each[0]), ("", ""))
 
     def close(self) -> None:
         """End the threads."""
-        for helper in self._others or ():
-            helper.leave()
+        if self._others is not None:
+            self._others.close()
         self._others, self._threads = None, 1
 
-    def _helpers(self, batch: Batch) -> list[_Helper]:
-        """The threads that take part; none for what one thread does as well, or where no thread can be started."""
+    def _others_for(self, batch: Batch) -> Workers | None:
+        """The threads that take part; None for what one thread does as well."""
         if self._threads == 1 or batch.total_bytes < SPLIT_BYTES or _runs(batch) < 2 * self._threads:
-            return []
+            return None
         if self._others is None:
-            self._others = []
-            try:
-                for _ in range(self._threads - 1):
-                    self._others.append(_Helper())
-            except RuntimeError as error:
-                log.warning("%d threads copy, %d were asked for: %s", len(self._others) + 1, self._threads, error)
+            self._others = Workers(self._threads - 1, "kvferry-copy")
+            if self._others.problem:
+                asked, problem = self._threads, self._others.problem
+                log.warning("%d threads copy, %d were asked for: %s", self._others.running + 1, asked, problem)
         return self._others
 
     @staticmethod
@@ -85,51 +83,6 @@ class Copier:
             f"in row {begin + row} of {len(batch)} ({int(part.nbytes[row])} bytes from {int(part.src[row]):#x} here "
             f"to {int(part.dst[row]):#x} there): {landed} of {part.total_bytes} bytes{since} are written"
         ), error_name(error)
-
-
-class _Helper:
-    """A thread that runs; what it is given it does at once, and nobody else can be given it later.
-
-    An executor queues first and starts a thread after: where that fails, what was queued is copied some other time,
-    into pages that belong to somebody else by then.
-    """
-
-    def __init__(self) -> None:
-        """Start the thread; raises RuntimeError where there is none to be had."""
-        self._work: queue.SimpleQueue[Callable[[], tuple[str, str]] | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[Callable[[], tuple[str, str]]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="kvferry-copy", daemon=True)
-        self._thread.start()
-
-    def begin(self, work: Callable[[], tuple[str, str]]) -> None:
-        """Have something done."""
-        self._work.put(work)
-
-    def end(self) -> Callable[[], tuple[str, str]]:
-        """Wait until it is done; the result, when called, is what came of it, or raises what it raised."""
-        return self._ended.get()
-
-    def leave(self) -> None:
-        """End the thread."""
-        self._work.put(None)
-        self._thread.join()
-
-    def _main(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001 - raised again by who asked
-                self._ended.put(partial(_raise, error))
-            else:
-                self._ended.put(partial(_give, result))
-
-
-def _give(result: tuple[str, str]) -> tuple[str, str]:
-    return result
-
-
-def _raise(error: BaseException) -> tuple[str, str]:
-    raise error
 
 
 def _runs(batch: Batch) -> int:
