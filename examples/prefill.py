@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvferry import KVArgs, KVBootstrapServer, KVClassType, KVPoll, get_kv_class, request_tag
-from kvferry.layout import page_major
+from kvferry.presets import page_major
 
 ROOM, PROMPT = 7, list(range(45))  # the router gives both sides the room; both schedulers know the tokens
 

@@ -14,8 +14,8 @@ import pytest
 
 from kvferry import KVArgs, KVClassType, KVReceiver, KVSender, get_kv_class
 from kvferry.engines import find
-from kvferry.layout import page_major
 from kvferry.node.view import TERMINAL, RoomView
+from kvferry.presets import page_major
 
 FAST = {
     "tick_s": 0.05, "heartbeat_s": 0.2, "heartbeat_timeout_s": 0.8, "bootstrap_timeout_s": 3.0,

@@ -17,7 +17,8 @@ from kvferry.engines.grants import GrantTable
 from kvferry.engines.local import LocalEngine
 from kvferry.engines.seam import EngineConfig
 from kvferry.ids import PeerId
-from kvferry.layout import bind, page_major
+from kvferry.layout import bind
+from kvferry.presets import page_major
 from kvferry.wire import MAJOR, MINOR, Frame, Hello, KVArgsRegisterInfo, decode, encode
 
 SENTINEL = 0xEE

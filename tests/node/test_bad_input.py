@@ -23,7 +23,7 @@ from kvferry.errors import (
     RoomInUse,
     UnknownEngine,
 )
-from kvferry.layout import page_major
+from kvferry.presets import page_major
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -328,7 +328,7 @@ def test_use_in_a_forked_child_is_refused_by_name():
         import numpy as np
         from kvferry import KVArgs, KVBootstrapServer, KVManager, KVReceiver, KVSender
         from kvferry.errors import ForkError
-        from kvferry.layout import page_major
+        from kvferry.presets import page_major
 
         layout = page_major("toy", layers=1, kv_heads=1, head_dim=8, dtype="float16", pages=4, page_tokens=16)
         server = KVBootstrapServer(port=0)

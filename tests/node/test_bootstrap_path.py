@@ -13,7 +13,7 @@ from kvferry.api import registrar
 from kvferry.bootstrap import BootstrapClient, ConflictError, RankEntry, RefusedError
 from kvferry.errors import AddressError, BootstrapError, Code
 from kvferry.ids import Rank
-from kvferry.layout import page_major
+from kvferry.presets import page_major
 
 
 @pytest.fixture

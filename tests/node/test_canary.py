@@ -9,7 +9,8 @@ import pytest
 
 from kvferry import KVArgs, KVClassType, KVPoll, get_kv_class
 from kvferry.errors import Blame, Code, ConfigError
-from kvferry.layout import Device, page_major
+from kvferry.layout import Device
+from kvferry.presets import page_major
 
 
 @pytest.fixture(params=["sample", "full"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvferry import KVArgs, KVClassType, KVPoll, KVReceiver, KVSender, allocate_pool, get_kv_class
-from kvferry.layout import page_major
+from kvferry.presets import page_major
 
 PAGES = 32
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry import KVPoll, KVReceiver, KVSender
 from kvferry.errors import Code, InputError
-from kvferry.layout import page_major
+from kvferry.presets import page_major
 
 
 def half(heads):

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry import KVPoll, KVReceiver
 from kvferry.engines.seam import Outcome
-from kvferry.layout import page_major
+from kvferry.presets import page_major
 
 HALVES = [
     page_major("toy", layers=3, kv_heads=2, head_dim=8, dtype="float16", pages=32, page_tokens=16, heads=heads)

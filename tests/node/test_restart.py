@@ -17,7 +17,7 @@ import pytest
 
 from kvferry import KVArgs, KVBootstrapServer, KVPoll, KVReceiver
 from kvferry.errors import Code, ConfigError
-from kvferry.layout import page_major
+from kvferry.presets import page_major
 
 
 class Forked:

@@ -5,7 +5,7 @@ import sys
 
 from conftest import Side, claim, offer
 
-from kvferry.layout import page_major
+from kvferry.presets import page_major
 
 
 class Worker:

@@ -8,7 +8,7 @@ def test_torch_tensors_carry_pages_and_metadata_rows():
     import torch
 
     from kvferry import KVArgs, KVManager, KVPoll, KVReceiver, KVSender
-    from kvferry.layout import page_major
+    from kvferry.presets import page_major
 
     layout = page_major("toy", layers=2, kv_heads=2, head_dim=8, dtype="bfloat16", pages=8, page_tokens=16)
     size = max(tensor.address + tensor.nbytes for tensor in layout.tensors)

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from kvferry import KVArgs, request_tag
 from kvferry.ids import Rank
-from kvferry.layout import Layout, layer_major, page_major
+from kvferry.layout import Layout
+from kvferry.presets import layer_major, page_major
 
 LAYERS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 3, 4, 8, 16
 HEAD_BYTES = 2 * HEAD_DIM

@@ -17,7 +17,7 @@ from kvferry import pool as pools
 from kvferry.api.memory import block_of
 from kvferry.errors import InputError, PoolError
 from kvferry.free_memory import FreeMemory
-from kvferry.layout.presets import page_major
+from kvferry.presets import page_major
 
 HUGE = 2 << 20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

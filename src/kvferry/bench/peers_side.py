@@ -15,7 +15,7 @@ from kvferry.api.room import Room
 from kvferry.bench.habits import until_success
 from kvferry.bench.machine import memory_kb
 from kvferry.bench.transfer_spec import PAGE_TOKENS, manager_settings
-from kvferry.layout import page_major
+from kvferry.presets import page_major
 
 PAGES = 64
 LIMIT_S = 120.0

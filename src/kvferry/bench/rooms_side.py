@@ -18,8 +18,8 @@ from kvferry.bench.machine import memory_kb
 from kvferry.bench.pattern import fill, first_difference
 from kvferry.bench.transfer_spec import PAGE_TOKENS, ROW_BYTES, manager_settings
 from kvferry.bench.window import Window
-from kvferry.layout import page_major
 from kvferry.pool import allocate_pool
+from kvferry.presets import page_major
 
 LIMIT_S = 30.0
 """Longest time for one room."""

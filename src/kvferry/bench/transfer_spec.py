@@ -16,7 +16,8 @@ from kvferry.config import DIGESTS, Config
 from kvferry.engines import find
 from kvferry.errors import InputError
 from kvferry.free_memory import free_memory
-from kvferry.layout import Layout, layer_major, page_major
+from kvferry.layout import Layout
+from kvferry.presets import layer_major, page_major
 
 ORDERS = ("contig", "shuffle", "reverse")
 POOLS = ("private", "memfd")

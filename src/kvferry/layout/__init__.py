@@ -1,10 +1,9 @@
-"""What is held, by whom: declared layouts, their checks, and presets. Pure: no I/O, no torch."""
+"""What is held, by whom: declared layouts, their checks. Pure: no I/O, no torch."""
 
 from kvferry.layout.agree import covers, supports
 from kvferry.layout.bind import bind
 from kvferry.layout.check import digest, validate
 from kvferry.layout.deal import Segments, extent, first_slot, list_begin, num_pages, segments, slots_below
-from kvferry.layout.presets import layer_major, mla, page_major
 from kvferry.layout.space import All, Coverage, Cyclic, Deal, Ranges, Rows, Slot, Space, Window
 from kvferry.layout.tensor import Device, Field, Host, Layout, Memory, Strides, Tensor
 
@@ -31,11 +30,8 @@ __all__ = [
     "digest",
     "extent",
     "first_slot",
-    "layer_major",
     "list_begin",
-    "mla",
     "num_pages",
-    "page_major",
     "segments",
     "slots_below",
     "supports",

@@ -19,8 +19,8 @@ import numpy as np
 from kvferry.api import KVArgs, KVClassType, KVManager, KVPoll, KVReceiver, KVSender, get_kv_class
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.ids import Side
-from kvferry.layout import page_major
 from kvferry.obs import EventWriter
+from kvferry.presets import page_major
 from kvferry.serve.cache import PagedCache
 from kvferry.serve.generate import LogitsHash, blas_fingerprint, greedy, prefill, require_worker_env
 from kvferry.serve.model import Model

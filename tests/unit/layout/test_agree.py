@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from kvferry.layout import Cyclic, Ranges, Space, Window, covers, layer_major, mla, page_major, supports
+from kvferry.layout import Cyclic, Ranges, Space, Window, covers, supports
+from kvferry.presets import layer_major, mla, page_major
 
 change = msgspec.structs.replace
 SHAPE = {"layers": 4, "kv_heads": 2, "head_dim": 4, "dtype": "bfloat16", "pages": 4, "page_tokens": 4}

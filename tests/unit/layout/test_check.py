@@ -19,10 +19,9 @@ from kvferry.layout import (
     Window,
     bind,
     digest,
-    layer_major,
-    page_major,
     validate,
 )  # fmt: skip
+from kvferry.presets import layer_major, page_major
 
 change = msgspec.structs.replace
 

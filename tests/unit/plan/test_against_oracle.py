@@ -27,15 +27,14 @@ from kvferry.layout import (
     covers,
     extent,
     first_slot,
-    layer_major,
     num_pages,
-    page_major,
     supports,
     validate,
 )  # fmt: skip
 from kvferry.node.digests import Place
 from kvferry.plan import Limits, PageList, Part, Size, batches, elect, fan_in, route, runs, small_batch
 from kvferry.plan.canary import difference
+from kvferry.presets import layer_major, page_major
 from kvferry.testing.oracle import Memory, cells, copy_batches, pages_of
 
 TOKENS = (1, 15, 16, 17, 130)

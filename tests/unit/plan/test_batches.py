@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.layout import bind, layer_major, mla, page_major
+from kvferry.layout import bind
 from kvferry.plan import Limits, PageList, Part, batches, route, runs
+from kvferry.presets import layer_major, mla, page_major
 
 SHAPE = {"kv_heads": 2, "head_dim": 4, "dtype": "bfloat16", "page_tokens": 4, "pages": 64}
 change = msgspec.structs.replace

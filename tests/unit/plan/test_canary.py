@@ -5,9 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from kvferry.layout import Cyclic, Field, Layout, Space, Strides, Tensor, layer_major, page_major
+from kvferry.layout import Cyclic, Field, Layout, Space, Strides, Tensor
 from kvferry.plan import canary, route
 from kvferry.plan.canary import EVERY_BYTES, WINDOW_BYTES, Sums, add, cells, difference, no_sums, weigh
+from kvferry.presets import layer_major, page_major
 
 TOKENS = 16
 

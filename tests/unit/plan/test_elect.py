@@ -3,8 +3,9 @@
 import pytest
 
 from kvferry.ids import Rank
-from kvferry.layout import Cyclic, layer_major, mla
+from kvferry.layout import Cyclic
 from kvferry.plan import Election, elect, fan_in, holding
+from kvferry.presets import layer_major, mla
 
 
 def mha(tp, of, kv_heads=2, **rest):

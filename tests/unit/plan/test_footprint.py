@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from kvferry.layout import Cyclic, Field, Layout, Rows, Space, Strides, Tensor, bind, layer_major, page_major
+from kvferry.layout import Cyclic, Field, Layout, Rows, Space, Strides, Tensor, bind
 from kvferry.plan.footprint import footprint
+from kvferry.presets import layer_major, page_major
 
 BASE = 1 << 20
 SHAPE = {"layers": 3, "kv_heads": 2, "head_dim": 4, "dtype": "float16", "pages": 6, "page_tokens": 4}

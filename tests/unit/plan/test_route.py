@@ -6,20 +6,9 @@ import pytest
 
 from kvferry.errors import InputError, LayoutError
 from kvferry.ids import Rank
-from kvferry.layout import (
-    Cyclic,
-    Field,
-    Layout,
-    Ranges,
-    Space,
-    Strides,
-    Tensor,
-    bind,
-    layer_major,
-    mla,
-    page_major,
-)  # fmt: skip
+from kvferry.layout import Cyclic, Field, Layout, Ranges, Space, Strides, Tensor, bind
 from kvferry.plan import PageList, Part, route, runs
+from kvferry.presets import layer_major, mla, page_major
 
 change = msgspec.structs.replace
 SHAPE = {"layers": 4, "kv_heads": 2, "head_dim": 4, "dtype": "bfloat16", "pages": 8, "page_tokens": 4}

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.layout import Cyclic, Space, Window, page_major
+from kvferry.layout import Cyclic, Space, Window
 from kvferry.plan import PageList, Part, route, runs
+from kvferry.presets import page_major
 
 
 def make(page_tokens=4, pages=8, **rest):

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.layout import Cyclic, page_major
+from kvferry.layout import Cyclic
 from kvferry.plan import Size, recipe, route, small_batch
 from kvferry.plan.recent import Recent
+from kvferry.presets import page_major
 
 
 def make(page_tokens=4, pages=8, layers=1, **rest):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import Blame, Code, Reason
 from kvferry.ids import PeerId
-from kvferry.layout import page_major
+from kvferry.presets import page_major
 from kvferry.proto.effects import Where
 from kvferry.proto.handshake import Handshake, incompatible
 from kvferry.proto.rules import PeerState

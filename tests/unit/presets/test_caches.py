@@ -1,12 +1,13 @@
-"""Presets place bytes where the serving engines have them, and bind puts them into memory."""
+"""Presets place bytes where the serving engines have them."""
 
 import numpy as np
 import pytest
 
 from kvferry.errors import LayoutError
 from kvferry.ids import Rank
-from kvferry.layout import bind, layer_major, mla, page_major, validate
+from kvferry.layout import validate
 from kvferry.plan import PageList
+from kvferry.presets import layer_major, mla, page_major
 from kvferry.testing.oracle import Memory, cells
 
 SHAPE = {"layers": 3, "kv_heads": 2, "head_dim": 4, "dtype": "float16", "pages": 5, "page_tokens": 4}
@@ -75,24 +76,3 @@ def test_a_rank_holds_its_heads_and_layers_only(preset):
 def test_an_unknown_dtype_is_refused_with_the_known_ones():
     with pytest.raises(LayoutError, match=r"'float12'.*bfloat16"):
         page_major("m", **{**SHAPE, "dtype": "float12"})
-
-
-def test_bind_takes_one_buffer_for_all_tensors_at_their_offsets():
-    unbound = layer_major("m", **SHAPE)
-    bound = bind(unbound, [(1 << 20, 6 * 320)])
-    assert [t.address for t in bound.tensors] == [(1 << 20) + 320 * i for i in range(6)]
-
-
-def test_bind_takes_one_buffer_for_each_tensor():
-    buffers = [((i + 1) << 20, 320) for i in range(6)]
-    assert [t.address for t in bind(layer_major("m", **SHAPE), buffers).tensors] == [a for a, _ in buffers]
-
-
-def test_bind_refuses_another_number_of_buffers():
-    with pytest.raises(LayoutError, match="2 buffers for 6 tensors"):
-        bind(layer_major("m", **SHAPE), [(1 << 20, 9999)] * 2)
-
-
-def test_bind_refuses_a_buffer_that_is_too_short():
-    with pytest.raises(LayoutError, match=r"tensor 5 needs 1600 \+ 320 bytes, its buffer has 1919"):
-        bind(layer_major("m", **SHAPE), [(1 << 20, 1919)])

@@ -1,0 +1,208 @@
+"""A side's parallel grid, in words ("tp=4,pp=2,page=64"), and the layout of each of its ranks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import msgspec
+
+from kvferry.errors import InputError
+from kvferry.ids import Rank
+from kvferry.layout import Cyclic, Deal, Field, Layout, Ranges, Rows, Slot, Space, Tensor
+from kvferry.presets.arrange import INNER, Piece, arranged, dtype_bytes
+from kvferry.presets.caches import stacked
+from kvferry.presets.model import Block, Item, ModelShape
+
+OUTER: dict[str, tuple[str, ...]] = {
+    "layer": ("piece", "layer", "page"),
+    "block": ("layer", "page", "piece"),
+    "page": ("page", "layer", "piece"),
+}
+"""The outer axes of what is kept per token, by arrangement. Sources: "layer" is SGLang's token-to-KV pools (all K
+layers, then all V layers), "block" vLLM's blocks (a tensor per layer, K and V of a block side by side), "page" is one
+run per page of all layers."""
+
+STATE = ("layer", "page", "piece", "head", "token")
+"""Axes of what is kept per page or request: SGLang's Mamba pool has a tensor per layer, [slot][groups side by side]."""
+
+DEALS = ("contiguous", "zigzag", "page", "token")
+
+_MOST_RANKS = 4096
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True):
+    """How one side splits a model and a request.
+
+    Attributes:
+        dp: DP groups; each serves requests of its own.
+        pp: pipeline stages.
+        cp: context parallel ranks.
+        dcp: decode context parallel ranks: `cp` with the deal "token".
+        tp: tensor parallel ranks.
+        page: tokens per page.
+        order: "nhd" or "hnd", the axes inside a page.
+        arrange: "layer", "block" or "page", the axes outside of it (see OUTER).
+        deal: how CP ranks share out a request: "contiguous" or "zigzag" (ranges of tokens), "page" (page i to rank i %
+            cp) or "token" (token i to rank i % cp).
+        stages: layers of each pipeline stage, "12/18"; "" splits evenly, the first ones get one more.
+        dtype: dtype of the cache; "" is the model's.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dcp: int = 1
+    tp: int = 1
+    page: int = 16
+    order: str = "nhd"
+    arrange: str = "layer"
+    deal: str = "contiguous"
+    stages: str = ""
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "pp", "cp", "dcp", "tp", "page"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} is below 1")
+        for name, known in (("order", INNER), ("arrange", OUTER), ("deal", DEALS)):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name}={getattr(self, name)} is not known", hint=f"one of {', '.join(known)}")
+        if self.cp > 1 and self.dcp > 1:
+            raise InputError(
+                f"cp={self.cp} and dcp={self.dcp} were both given", hint="dcp=N is cp=N,deal=token: give one of them"
+            )
+        if self.size * self.dp > _MOST_RANKS:
+            raise InputError(f"{self.size * self.dp} ranks are more than {_MOST_RANKS}")
+
+    @property
+    def size(self) -> int:
+        """Ranks of one DP group."""
+        return self.pp * self.cp * self.dcp * self.tp
+
+    def ranks(self, dp: int = 0) -> list[Rank]:
+        """The ranks of one DP group."""
+        counts = (self.pp, self.cp * self.dcp, self.tp)
+        return [Rank(dp, p, c, t) for p in range(counts[0]) for c in range(counts[1]) for t in range(counts[2])]
+
+
+def parse_grid(text: str) -> Grid:
+    """Read "tp=4,pp=2,page=64"; an empty text is one rank.
+
+    Raises:
+        InputError: an unknown key (the nearest known one is named), a value of another type or out of range.
+    """
+    types = {field.name: field.type for field in msgspec.structs.fields(Grid)}
+    values: dict[str, object] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, is_pair, value = (part.strip() for part in word.partition("="))
+        if not is_pair or name not in types:
+            near = difflib.get_close_matches(name, types, n=1)
+            hint = f"did you mean {near[0]}?" if near and near[0] != name else f"name=value of {', '.join(types)}"
+            raise InputError(f"{text!r}: {word!r} is not known", hint=hint)
+        if name in values:
+            raise InputError(f"{text!r}: {name} is given twice")
+        try:
+            values[name] = msgspec.convert(value.lower(), types[name], strict=False)
+        except msgspec.ValidationError:
+            raise InputError(f"{text!r}: {name}={value} is no whole number") from None
+    return Grid(**values)  # type: ignore[arg-type]  # each was converted to its field's type
+
+
+def deal_of(grid: Grid, rank: int) -> Deal:
+    """Which of a request's tokens a CP rank holds."""
+    ranks = grid.cp * grid.dcp
+    if ranks == 1:
+        return Cyclic()
+    if grid.dcp > 1 or grid.deal == "token":
+        return Cyclic(1, ranks, rank)
+    if grid.deal == "page":
+        return Cyclic(grid.page, ranks, rank)
+    if grid.deal == "contiguous":
+        return Ranges(ranks, (rank,), grid.page)
+    return Ranges(2 * ranks, (rank, 2 * ranks - 1 - rank), grid.page)
+
+
+def stage_layers(grid: Grid, layers: int) -> list[range]:
+    """The layers of each pipeline stage.
+
+    Raises:
+        InputError: stages that do not add up, or more stages than layers.
+    """
+    if grid.stages:
+        try:
+            counts = [int(word) for word in grid.stages.split("/")]
+        except ValueError:
+            raise InputError(f"stages={grid.stages} is no list of numbers", hint='e.g. "12/18"') from None
+        if len(counts) != grid.pp or sum(counts) != layers or min(counts) < 1:
+            raise InputError(
+                f"stages={grid.stages}: {len(counts)} stages of {sum(counts)} layers, but pp={grid.pp} and the model "
+                f"has {layers} layers",
+                hint="one number per stage, all positive",
+            )
+    else:
+        counts = [layers // grid.pp + (stage < layers % grid.pp) for stage in range(grid.pp)]
+    if min(counts) < 1:
+        raise InputError(f"pp={grid.pp} stages for {layers} layers")
+    begins = [sum(counts[:stage]) for stage in range(grid.pp)]
+    return [range(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+
+
+def head_interval(heads: int, tp: int, rank: int) -> tuple[int, int]:
+    """The heads [h0, h1) of a TP rank: an even cut, one head on several ranks where there are more ranks than heads."""
+    first = rank * heads // tp
+    return first, max(first + 1, (rank + 1) * heads // tp)
+
+
+def layout_of(model: ModelShape, grid: Grid, rank: Rank, pages: int) -> Layout:
+    """The unbound layout of one rank; addresses are offsets in one buffer.
+
+    Args:
+        model: what is kept.
+        grid: how it is split.
+        rank: which rank of the grid.
+        pages: pages of each of its pools.
+
+    Raises:
+        InputError: the grid does not fit the model.
+        LayoutError: a dtype is not known.
+    """
+    stage = stage_layers(grid, model.layers)[rank.pp]
+    spaces: dict[str, Space] = {}
+    blocks: list[list[Tensor]] = []
+    for block in model.blocks:
+        spaces.setdefault(block.space, _space(block, grid, rank))
+        layers = [layer for layer in block.layers if layer in stage]
+        if layers:
+            blocks.append(_tensors(model, block, grid, rank, layers, pages))
+    dtype = grid.dtype or model.dtype
+    dtype_bytes(dtype)
+    return Layout(model.name, dtype, model.kv_heads, stacked(blocks), tuple(spaces.values()), rank, model.head_dim)
+
+
+def layouts_of(model: ModelShape, grid: Grid, pages: int, dp: int = 0) -> list[Layout]:
+    """The layouts of all ranks of one DP group; arguments and errors as of `layout_of`."""
+    return [layout_of(model, grid, rank, pages) for rank in grid.ranks(dp)]
+
+
+def _space(block: Block, grid: Grid, rank: Rank) -> Space:
+    if isinstance(block.coverage, Slot | Rows):
+        return Space(block.space, 1, Cyclic(), block.coverage)
+    return Space(block.space, grid.page, deal_of(grid, rank.cp), block.coverage)
+
+
+def _tensors(
+    model: ModelShape, block: Block, grid: Grid, rank: Rank, layers: Sequence[int], pages: int
+) -> list[Tensor]:
+    page_tokens = _space(block, grid, rank).page_tokens
+    dtype = grid.dtype or model.dtype
+    pieces = [_piece(item, block, item.dtype or dtype, page_tokens, grid.tp, rank.tp) for item in block.items]
+    axes = (*OUTER[grid.arrange], *INNER[grid.order]) if block.per == "token" else STATE
+    return arranged(block.space, axes, pieces, layers, pages, page_tokens)
+
+
+def _piece(item: Item, block: Block, dtype: str, page_tokens: int, tp: int, rank: int) -> Piece:
+    nbytes = item.values * dtype_bytes(dtype)
+    granule = page_tokens if block.per == "page" else 1
+    field = Field(item.name, nbytes, block.per, headed=item.heads > 0, granule_tokens=granule, format=dtype)
+    return Piece(field, head_interval(item.heads, tp, rank) if item.heads else None)
