@@ -1,6 +1,6 @@
 """What is held, by whom: declared layouts, their checks. Pure: no I/O, no torch."""
 
-from kvferry.layout.agree import covers, supports
+from kvferry.layout.agree import Fit, covers, supports
 from kvferry.layout.bind import bind
 from kvferry.layout.check import digest, validate
 from kvferry.layout.deal import Segments, extent, first_slot, list_begin, num_pages, segments, slots_below
@@ -14,6 +14,7 @@ __all__ = [
     "Deal",
     "Device",
     "Field",
+    "Fit",
     "Host",
     "Layout",
     "Memory",

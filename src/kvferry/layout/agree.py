@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,13 +17,27 @@ from kvferry.layout.tensor import Field, Layout
 _PROBE_TOKENS = 1 << 16
 
 
-def supports(src: Layout, dst: Layout) -> str:
-    """Whether what src holds of dst can be copied there; which layers it holds is the subject of `covers`.
+class Fit(msgspec.Struct, frozen=True):
+    """What `supports` found; true if the layouts fit.
 
-    Returns:
-        "" or the reason why not, with both values and what to do.
+    Attributes:
+        reason: why not, with both values and what to do; "" if they fit.
+        granule_tokens: a prefix that decode keeps must be a multiple of it: the tokens that an opaque field covers.
     """
-    return next(_differences(src, dst), "")
+
+    reason: str = ""
+    granule_tokens: int = 1
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+
+def supports(src: Layout, dst: Layout) -> Fit:
+    """Whether what src holds of dst can be copied there; which layers it holds is the subject of `covers`."""
+    if reason := next(_differences(src, dst), ""):
+        return Fit(reason)
+    common = _fields(src).keys() & _fields(dst).keys()
+    return Fit(granule_tokens=math.lcm(*(_fields(dst)[key].granule_tokens for key in common)))
 
 
 def covers(sources: Sequence[Layout], dst: Layout) -> str:
@@ -32,18 +48,21 @@ def covers(sources: Sequence[Layout], dst: Layout) -> str:
     """
     kinds = kinds_of(dst)
     wanted = elements(dst, kinds).key
+    optional = msgspec.structs.replace(dst, tensors=tuple(tensor for tensor in dst.tensors if tensor.optional))
     held = [np.isin(wanted, elements(source, kinds).key) for source in sources]
-    missing = wanted[~np.any(held, axis=0)] if held else wanted
+    nobodys = ~np.any(held, axis=0) if held else np.ones(len(wanted), bool)
+    left = nobodys & np.isin(wanted, elements(optional, kinds).key)
+    missing = wanted[nobodys & ~left]
     if len(missing):
         first = label(missing[0], kinds)
         layers = _ranges(layers_of(missing[in_space(missing, kinds, first.space)]))
         return (
             f"decode holds what no prefill rank holds: space {first.space!r}, layer {first.layer}, field "
             f"{first.field!r}, head {first.head}, and {len(missing) - 1} more (layers {layers}); "
-            f"load the same layers on both sides, or leave these out of decode's layout"
+            f"load the same layers on both sides, or declare these optional in decode's layout"
         )
     for space in dst.spaces:
-        mine = in_space(wanted, kinds, space.name)
+        mine = in_space(wanted, kinds, space.name) & ~left
         if reason := _tokens_missing(sources, [mask[mine] for mask in held], space):
             return reason
     return ""

@@ -69,6 +69,7 @@ class Tensor(msgspec.Struct, frozen=True):
         item_bytes: payload bytes of one (layer, page) item; what lies between items is padding, never touched.
         pages: number of pages in the block.
         memory: where the memory is.
+        optional: at the decode side, what no source holds of it stays as it is (draft layers that prefill lacks).
     """
 
     space: str
@@ -81,6 +82,7 @@ class Tensor(msgspec.Struct, frozen=True):
     item_bytes: int
     pages: int
     memory: Memory = Host()
+    optional: bool = False
 
 
 class Layout(msgspec.Struct, frozen=True):

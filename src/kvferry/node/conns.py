@@ -83,7 +83,7 @@ class Group:
             if share.involved or self.problem:
                 assert conn.peer is not None
                 assert conn.route is not None
-                found.append(Source(conn.peer, conn.fan_in, share.elected, conn.route))
+                found.append(Source(conn.peer, conn.fan_in, share.sends, conn.route))
         return found
 
 
@@ -152,7 +152,7 @@ class Conns:
         key = tuple(conn.peer for conn in conns)
         if key not in self._groups:
             layouts = [conn.theirs.layout for conn in conns]
-            self._groups[key] = Group(conns, Election(self.layout, layouts), covers(layouts, self.layout))
+            self._groups[key] = Group(conns, Election(self.layout, layouts, self.group), covers(layouts, self.layout))
         return self._groups[key]
 
 

@@ -126,7 +126,7 @@ def sent(route: Route, effect: Digest | Prepare) -> Looks:
     """Of what a link sends, at the source."""
     info = effect.info
     return Looks(
-        route,
+        route.only(info.sends),
         0,
         _rows(info.pages),
         effect.first_token,
@@ -138,7 +138,7 @@ def sent(route: Route, effect: Digest | Prepare) -> Looks:
 
 
 def landed(route: Route, facts: ClaimFacts, nbytes: int, *, full: bool) -> Looks:
-    """Of what a claim gets from one source, at the destination."""
+    """Of what a claim gets from one source, at the destination; the route is of the spaces that the source sends."""
     prefix = facts.prefix_tokens
     return Looks(route, 1, _rows(facts.pages), prefix, prefix, facts.end_tokens, full, nbytes)
 
@@ -232,7 +232,7 @@ class Digests:
         book, theirs = self._node.book, effect.canary
         looks = self._prepared.get((Kind.CLAIM, effect.claim), {}).get(effect.peer)
         if looks is None or looks.full != theirs.full:
-            looks = landed(route, effect.facts, effect.nbytes, full=theirs.full)
+            looks = landed(route.only(effect.sends), effect.facts, effect.nbytes, full=theirs.full)
 
         def differs(cause: str) -> None:
             self._tell(lambda: book.verified(time.monotonic(), effect.claim, effect.peer, cause))

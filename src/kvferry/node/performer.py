@@ -64,7 +64,9 @@ class Performer:
         route, limits = conn.route, self._node.limits
         most = effect.info.expected_bytes
         size = sys.maxsize if most is None else most
-        self._node.mover.write(effect.job, effect.peer, lambda: chunk_batches(route, effect, limits), size)
+        self._node.mover.write(
+            effect.job, effect.peer, lambda: chunk_batches(route.only(effect.info.sends), effect, limits), size
+        )
 
     def _prepare(self, effect: Prepare) -> None:
         conn = self._board.conns.by_peer.get(effect.peer)
@@ -131,9 +133,10 @@ class Performer:
 
     def _expect_content(self, claim: Claim, peer: PeerId, facts: ClaimFacts) -> None:
         conn, digest = self._board.conns.by_peer.get(peer), self._book.peers[peer].digest
-        nbytes = claim.views[peer].expected_bytes or 0
+        view = claim.views[peer]
+        nbytes = view.expected_bytes or 0
         if conn is not None and conn.route is not None and digest and nbytes:
-            looks = landed(conn.route, facts, nbytes, full=digest == "full")
+            looks = landed(conn.route.only(view.source.sends), facts, nbytes, full=digest == "full")
             self._node.digests.prepare(Kind.CLAIM, claim.id, peer, looks)
 
     def _revoke(self, effect: Revoke) -> None:

@@ -2,7 +2,7 @@
 
 from kvferry.plan.batch import Batch, Limits
 from kvferry.plan.batches import batches
-from kvferry.plan.elect import Election, Share, elect, fan_in, holding
+from kvferry.plan.elect import Election, Share, elect, fan_in, holdings
 from kvferry.plan.indices import group_concurrent_contiguous
 from kvferry.plan.pieces import Pieces
 from kvferry.plan.route import Leg, Route, route
@@ -26,7 +26,7 @@ __all__ = [
     "elect",
     "fan_in",
     "group_concurrent_contiguous",
-    "holding",
+    "holdings",
     "recipe",
     "route",
     "runs",

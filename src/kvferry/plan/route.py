@@ -8,7 +8,7 @@ on both sides are merged into *pieces*; requests add their token runs (see runs)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,19 +135,31 @@ class Route:
         """Bytes that move for one token (slot, row); what covers more tokens counts by its share."""
         return sum(-(-int(p.nbytes.sum()) // p.granule) for p in self.leg(space).pieces)
 
-    def request_bytes(self, prefix_tokens: int, num_tokens: int, rows: Mapping[str, int] | None = None) -> int:
-        """Bytes that move for a request, over all spaces.
+    def only(self, spaces: Collection[str] | None) -> Route:
+        """The same in these spaces alone; None leaves it as it is.
+
+        Raises:
+            InputError: the ranks have nothing in common in one of the spaces.
+        """
+        return self if spaces is None else replace(self, legs={space: self.leg(space) for space in spaces})
+
+    def request_bytes(
+        self, prefix_tokens: int, num_tokens: int, rows: Mapping[str, int] | None = None,
+        spaces: Collection[str] | None = None,
+    ) -> int:  # fmt: skip
+        """Bytes that move for a request.
 
         Args:
             prefix_tokens: tokens that decode already has.
             num_tokens: tokens of the request.
             rows: number of rows for each space with coverage Rows; 0 where none is given.
+            spaces: in these spaces; None: in all.
 
         Raises:
             InputError: the numbers are out of bounds, or the prefix lies inside a granule.
         """
         total = 0
-        for name, leg in self.legs.items():
+        for name, leg in self.only(spaces).legs.items():
             lo, hi = leg.extent(prefix_tokens, num_tokens, (rows or {}).get(name, 0))
             tokens = leg.overlap(lo, hi, num_tokens, few=True).tokens
             total += sum(int(p.nbytes.sum()) * int((-(-tokens // p.granule)).sum()) for p in leg.pieces)
@@ -160,8 +172,8 @@ def route(src: Layout, dst: Layout) -> Route:
     Raises:
         LayoutError: src can't be copied to dst, in the words of `supports`.
     """
-    if reason := supports(src, dst):
-        raise LayoutError(f"prefill {src.rank} to decode {dst.rank}: {reason}")
+    if not (fit := supports(src, dst)):
+        raise LayoutError(f"prefill {src.rank} to decode {dst.rank}: {fit.reason}")
     table, keys = _common(src, dst)
     legs = {}
     for space in dst.spaces:

@@ -66,8 +66,7 @@ class SourceView:
     def expect(self, facts: ClaimFacts) -> None:
         """Compute what this source has to send. Raises InputError where the numbers make no request."""
         size = self.source.size
-        wanted = size.request_bytes(facts.prefix_tokens, facts.end_tokens, facts.rows)
-        self.expected_bytes = wanted if self.source.elected else 0
+        self.expected_bytes = size.request_bytes(facts.prefix_tokens, facts.end_tokens, facts.rows, self.source.sends)
 
     def merge(self, status: TransferStatus) -> None:
         """Take a newer status; what was proven once stays proven."""
@@ -82,7 +81,7 @@ class SourceView:
         info = TransferInfo(
             room=claim.room, tag=claim.tag, claim=claim.id, rev=self.talk.rev, ack=self.talk.seen,
             want_ack=not self.talk.settled, phase=claim.phase, fan_in=self.source.fan_in,
-            elected=self.source.elected, success=claim.state is ClaimState.SUCCESS,
+            sends=self.source.sends, success=claim.state is ClaimState.SUCCESS,
             reason=claim.reason if claim.phase is InfoPhase.CLOSED else None, trace=claim.trace,
         )  # fmt: skip
         if claim.phase is not InfoPhase.PAGES or facts is None:
@@ -298,7 +297,9 @@ class Claim:
             self.failing(self._no_canary(view, agreed))
         elif not view.verifying and self.facts is not None:
             view.verifying = True
-            self.book.emit(Verify(self.id, view.peer, status.canary, self.facts, status.bytes_landed))
+            self.book.emit(
+                Verify(self.id, view.peer, status.canary, self.facts, status.bytes_landed, view.source.sends)
+            )
         return False
 
     def _no_canary(self, view: SourceView, agreed: str) -> Reason:

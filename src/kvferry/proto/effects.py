@@ -23,8 +23,10 @@ class Kind(enum.Enum):
 class RouteSize(Protocol):
     """What the protocol needs of a plan.Route: how many bytes it moves for a request."""
 
-    def request_bytes(self, prefix_tokens: int, num_tokens: int, rows: dict[str, int] = ...) -> int:
-        """Bytes for tokens [prefix_tokens, num_tokens) and the given rows per state space."""
+    def request_bytes(
+        self, prefix_tokens: int, num_tokens: int, rows: dict[str, int] = ..., spaces: tuple[str, ...] | None = ...
+    ) -> int:
+        """Bytes for tokens [prefix_tokens, num_tokens) and the given rows per state space, of these spaces or all."""
         ...
 
 
@@ -120,13 +122,13 @@ class Source(msgspec.Struct, frozen=True):
     Attributes:
         peer: the process.
         fan_in: how many claims its offer is to expect.
-        elected: it sends; otherwise a replica of it does.
+        sends: the spaces that it sends, replicas of it send the others; None: all that both sides have.
         size: how many bytes its route moves for a request.
     """
 
     peer: PeerId
     fan_in: int
-    elected: bool
+    sends: tuple[str, ...] | None
     size: RouteSize
 
 
@@ -215,6 +217,7 @@ class Verify(msgspec.Struct, frozen=True):
     canary: Canary
     facts: ClaimFacts
     nbytes: int
+    sends: tuple[str, ...] | None = None
 
 
 class Stop(msgspec.Struct, frozen=True):

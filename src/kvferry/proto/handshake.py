@@ -34,7 +34,7 @@ def incompatible(prefill: KVArgsRegisterInfo, decode: KVArgsRegisterInfo) -> str
             validate(register.layout, name)
         except LayoutError as error:
             return f"layout: {error}"
-    return supports(prefill.layout, decode.layout)
+    return supports(prefill.layout, decode.layout).reason
 
 
 class Handshake:

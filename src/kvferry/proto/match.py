@@ -64,13 +64,13 @@ def _tokens(offer: Offer, link: Link) -> str:
 
 def _bytes(offer: Offer, link: Link) -> str:
     facts, info = offer.facts, link.info
-    if facts is None or info.phase is not InfoPhase.PAGES or info.expected_bytes is None:
+    if facts is None or info.phase is not InfoPhase.PAGES:
         return ""
     try:
         mine = link.own_bytes(facts)
     except InputError as error:
         return f"the claim's numbers make no request: {error}"
-    if mine != info.expected_bytes:
+    if info.expected_bytes is not None and mine != info.expected_bytes:
         return f"decode expects {info.expected_bytes} bytes from this rank, prefill's pages and layout give {mine}"
     return ""
 

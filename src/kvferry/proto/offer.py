@@ -45,11 +45,9 @@ class Link:
 
     def own_bytes(self, facts: OfferFacts) -> int:
         """What this side computes that the claim is to get over this link."""
-        if not self.info.elected:
-            return 0
         rows = {space: len(data) // 4 for space, data in self.info.pages.items()}
         end = match.end_tokens(facts, self.info)
-        return self.book.peers[self.peer].size.request_bytes(self.info.prefix_tokens, end, rows)
+        return self.book.peers[self.peer].size.request_bytes(self.info.prefix_tokens, end, rows, self.info.sends)
 
     def refuse(self, reason: Reason) -> None:
         """Say no, and go on saying no to this claim."""

@@ -98,7 +98,7 @@ class TransferInfo(Message, tag="info", frozen=True):
         num_tokens: the request's tokens; None = not known here, whole pages count.
         prefix_tokens: tokens below this are here already and are never written.
         fan_in: how many claims the source's offer is to expect.
-        elected: this source sends; otherwise a replica does.
+        sends: the spaces that this source sends, a replica sends the others; None: all that both sides have.
         expected_bytes: bytes that the claim expects from this source; None = not known yet.
         success: with CLOSED: the claim has all it wanted.
         reason: with CLOSED and not success: why.
@@ -116,11 +116,16 @@ class TransferInfo(Message, tag="info", frozen=True):
     num_tokens: int | None = None
     prefix_tokens: int = 0
     fan_in: int = 1
-    elected: bool = True
+    sends: tuple[str, ...] | None = None
     expected_bytes: int | None = None
     success: bool = False
     reason: Reason | None = None
     trace: str = ""
+
+    @property
+    def elected(self) -> bool:
+        """Whether the source sends anything."""
+        return self.sends is None or bool(self.sends)
 
 
 class Canary(msgspec.Struct, frozen=True, omit_defaults=True):

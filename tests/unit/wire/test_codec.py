@@ -55,9 +55,9 @@ def test_a_frame_may_grow_at_its_end():
 def test_missing_optional_fields_take_their_default():
     info = decode(raw({"kind": "info", "room": 7, "claim": 1, "rev": 1, "phase": "open"})).message
     assert info == TransferInfo(7, 1, 1, InfoPhase.OPEN)
-    assert (info.fan_in, info.elected, info.num_tokens, info.expected_bytes, info.pages) == (
+    assert (info.fan_in, info.sends, info.num_tokens, info.expected_bytes, info.pages) == (
         1,
-        True,
+        None,
         None,
         None,
         {},
