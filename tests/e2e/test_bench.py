@@ -16,6 +16,7 @@ from kvferry.bench import children
 from kvferry.bench.transfer_spec import TransferSpec
 from kvferry.cli.main import main
 
+CASE = {"case", "rows", "seconds", "rows_per_s", "best_s", "peak_bytes"}
 SPOILT = str(Path(__file__).parent / "spoilt_bench.py")
 TRANSFER = ("bench", "transfer", "--quick", "--pages", "24", "--page-bytes", "4096", "--repeats", "2")
 ROOMS = ("bench", "rooms", "--quick")
@@ -104,6 +105,12 @@ def test_rooms_are_measured():
         assert set(cost) == {"rss_mb", "kb_per_peer", "open_files"}
         assert set(cost["rss_mb"]) == {"1", "3"}
     assert found["machine"]["settings"] == {"batch_rows": 4096}
+
+
+def test_plans_are_measured():
+    found = bench("bench", "plan", "--quick")
+    assert set(found) == {"spec", "cases", "machine"}
+    assert all(set(case) == CASE and case["seconds"] > 0 for case in found["cases"])
 
 
 def test_parts_are_left_out_where_they_are_not_wanted(capsys):
@@ -220,6 +227,7 @@ def test_an_interrupt_ends_everything(said):
         ("rooms --peers 3,1", "--peers 3,1 are not ascending numbers"),
         ("rooms --modes spin", "--modes 'spin' is not known .one of wait"),
         ("rooms --engine locl", "no engine is called 'locl'"),
+        ("plan --repeats 0", "--repeats 0 is below 1"),
         ("nonsense", 'Unknown command "nonsense".*transfer, rooms'),
     ],
 )

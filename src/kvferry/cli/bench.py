@@ -1,4 +1,4 @@
-"""`kvferry bench`: options of the two measurements, and what is shown of them."""
+"""`kvferry bench`: options of the measurements, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry import config as settings
+from kvferry.bench import plan as plan_bench
 from kvferry.bench import rooms as rooms_bench
 from kvferry.bench import transfer as transfer_bench
+from kvferry.bench.plan import PlanReport, PlanSpec
 from kvferry.bench.rooms import RoomsReport
 from kvferry.bench.rooms_spec import HABITS, RoomsSpec
 from kvferry.bench.stats import Times, gb_per_s
@@ -118,6 +120,37 @@ def rooms(
     return 0
 
 
+@app.command
+def plan(*, repeats: int = 15, seed: int = 1, quick: Flag = False, json: Flag = False) -> int:
+    """Measure how fast layouts and page lists become rows, in this process, without an engine.
+
+    Each case makes all rows of one request between two ranks, from its page lists on; "first contact" reads a peer's
+    layout, checks it, and finds the route and who sends.
+
+    Args:
+        repeats: Measured plans per case.
+        seed: Decides where the pages lie.
+        quick: One plan per case: whether it works, not how fast it is.
+        json: Print one JSON object as the last line; the table goes to standard error.
+    """
+    report = plan_bench.measure(PlanSpec(1 if quick else repeats, seed), _say)
+    _show(report, plan_table(report), json)
+    return 0
+
+
+def plan_table(report: PlanReport) -> Group:
+    """The figures of `bench plan`."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("case", no_wrap=True)
+    for name in ("rows", "ms", "M rows/s", "peak MB"):
+        table.add_column(name, justify="right")
+    for case in report.cases:
+        rates = f"{case.rows:,}", f"{case.rows_per_s / 1e6:.0f}"
+        rows, speed = rates if case.rows else ("", "")
+        table.add_row(case.case, rows, f"{1e3 * case.seconds:.2f}", speed, f"{case.peak_bytes / 1e6:.1f}")
+    return Group(table, Text(f"machine: {_machine(report.machine)}"))
+
+
 def transfer_table(report: TransferReport) -> Group:
     """The figures of `bench transfer`, a column for each thing that was measured; what they depend on below it."""
     table = Table(box=box.SIMPLE_HEAD)
@@ -153,7 +186,7 @@ def rooms_table(report: RoomsReport) -> Table:
     return table
 
 
-def _show(report: TransferReport | RoomsReport, table: Table | Group, json: bool) -> None:
+def _show(report: TransferReport | RoomsReport | PlanReport, table: Table | Group, json: bool) -> None:
     Console(stderr=json).print(table, highlight=False)
     if json:
         print(msgspec.json.encode(report).decode())

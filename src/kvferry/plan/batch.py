@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,8 +19,7 @@ class Limits:
     bytes: int = 16 << 20
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, eq=False):
     """Rows to copy: nbytes[i] bytes from address src[i] here to address dst[i] there.
 
     Attributes:

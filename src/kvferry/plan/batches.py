@@ -40,30 +40,43 @@ def batches(route: Route, runs: Sequence[Runs], limits: Limits, *, claim: int = 
     """
     if limits.rows < 1 or limits.bytes < 1:
         raise InputError(f"limits: rows {limits.rows}, bytes {limits.bytes}", hint="both must be at least 1")
-    parts: list[_Rows] = []
-    rows = size = 0
+    left, left_bytes = _Rows(*np.empty((3, 0), np.int64)), 0
     for block in _blocks(route, runs, limits.rows):
-        whole = _split(block, limits.bytes)
-        ends = np.cumsum(whole.nbytes)
+        rows = _joined_rows(left, _split(block, limits.bytes))
+        src, dst, nbytes = (column.view(np.uint64) for column in rows)
+        ends = np.cumsum(rows.nbytes)
         at = done = 0
-        while at < len(ends):
-            fit = int(np.searchsorted(ends, done + limits.bytes - size, side="right"))
-            stop = min(fit, at + limits.rows - rows)
-            if stop > at:
-                parts.append(_Rows(*(column[at:stop] for column in whole)))
-                added = int(ends[stop - 1]) - done
-                rows, size, at, done = rows + stop - at, size + added, stop, done + added
-            if at < len(ends):
-                yield _batch(parts, size, claim, chunk)
-                parts, rows, size = [], 0, 0
-    if parts:
-        yield _batch(parts, size, claim, chunk)
+        cuts = _cuts(rows.nbytes, ends, limits)
+        for end, size in zip(cuts, np.diff(ends[np.array(cuts, int) - 1], prepend=0).tolist(), strict=True):
+            yield Batch(src[at:end], dst[at:end], nbytes[at:end], size, claim, chunk)
+            at, done = end, done + size
+        left = _Rows(*(column[at:] for column in rows))
+        left_bytes = int(ends[-1]) - done if len(ends) else 0
+    if left_bytes:
+        src, dst, nbytes = (column.view(np.uint64) for column in left)
+        yield Batch(src, dst, nbytes, left_bytes, claim, chunk)
 
 
-def _batch(parts: list[_Rows], size: int, claim: int, chunk: int) -> Batch:
-    columns = parts[0] if len(parts) == 1 else [np.concatenate(column) for column in zip(*parts, strict=True)]
-    src, dst, nbytes = (column.view(np.uint64) for column in columns)
-    return Batch(src, dst, nbytes, size, claim, chunk)
+def _cuts(nbytes: I64, ends: I64, limits: Limits) -> list[int]:
+    """Where full batches end; what comes after the last one may still be added to."""
+    if len(nbytes) and (nbytes == nbytes[0]).all():
+        step = min(limits.rows, limits.bytes // int(nbytes[0]))
+        return list(range(step, len(nbytes) + 1, step))
+    cuts: list[int] = []
+    at = done = 0
+    while at < len(ends):
+        at = min(int(ends.searchsorted(done + limits.bytes, "right")), at + limits.rows)
+        if at == len(ends) and at - (cuts[-1] if cuts else 0) < limits.rows:
+            break
+        cuts.append(at)
+        done = int(ends[at - 1])
+    return cuts
+
+
+def _joined_rows(left: _Rows, rows: _Rows) -> _Rows:
+    if not len(left.nbytes):
+        return rows
+    return _Rows(*(np.concatenate(columns) for columns in zip(left, rows, strict=True)))
 
 
 def _split(rows: _Rows, most_bytes: int) -> _Rows:

@@ -7,7 +7,6 @@ manager.node.engine.release()   # now they are
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 import time
@@ -15,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvferry.engines.local import LocalEngine
@@ -185,4 +185,4 @@ def _mixed_up(batch: Batch) -> Batch:
     dst = np.concatenate([batch.dst[:1] + moved[::-1], batch.dst[rest]])
     lengths = np.array([half, half], np.uint64)
     nbytes = np.concatenate([lengths, batch.nbytes[rest]])
-    return dataclasses.replace(batch, src=src, dst=dst, nbytes=nbytes, total_bytes=int(nbytes.sum()))
+    return msgspec.structs.replace(batch, src=src, dst=dst, nbytes=nbytes, total_bytes=int(nbytes.sum()))

@@ -8,12 +8,13 @@ import pytest
 from rich.console import Console
 
 from kvferry.bench.peers import PeerCost
+from kvferry.bench.plan import CaseResult, PlanReport, PlanSpec
 from kvferry.bench.rooms import Idle, Latency, RoomsReport
 from kvferry.bench.rooms_spec import RoomsSpec
 from kvferry.bench.stats import Times
 from kvferry.bench.transfer import Mode, Sample, TransferReport, added_by_digests, mode_of
 from kvferry.bench.transfer_spec import TransferSpec
-from kvferry.cli.bench import rooms_table, transfer_table
+from kvferry.cli.bench import plan_table, rooms_table, transfer_table
 from kvferry.cli.main import app
 
 MACHINE = {
@@ -120,3 +121,15 @@ def test_every_option_has_a_help_text(command):
     options = {option.name: option.parameter.help for option in found}
     assert set(options) == OPTIONS[command]
     assert all(options.values()), options
+
+
+def test_the_table_of_plans_has_rows_times_and_rates():
+    cases = [
+        CaseResult("scattered", 124_928, 0.0025, 49_971_200.0, 0.002, 1_500_000),
+        CaseResult("contact", 0, 0.01, 0.0, 0.009, 10),
+    ]
+    text = shown(plan_table(PlanReport(PlanSpec(), cases, MACHINE)))
+    scattered, contact = (next(line for line in text.splitlines() if name in line) for name in ("scattered", "contact"))
+    assert scattered.split()[1:] == ["124,928", "2.50", "50", "1.5"]
+    assert contact.split()[1:] == ["10.00", "0.0"]
+    assert "Python 3.11.7" in text
