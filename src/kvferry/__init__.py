@@ -21,7 +21,10 @@ from kvferry.api import (
     KVTransferMetric,
     ReceiveFacts,
     SendFacts,
+    filter_kv_indices_for_cp_rank,
     get_kv_class,
+    group_concurrent_contiguous,
+    page_indices_to_cp_rank_page_indices,
     poll_group,
     request_tag,
 )
@@ -52,7 +55,10 @@ __all__ = [
     "SendFacts",
     "__version__",
     "allocate_pool",
+    "filter_kv_indices_for_cp_rank",
     "get_kv_class",
+    "group_concurrent_contiguous",
+    "page_indices_to_cp_rank_page_indices",
     "poll_group",
     "request_tag",
 ]

@@ -3,6 +3,7 @@
 from kvferry.api.base import BaseKVBootstrapServer, BaseKVManager, BaseKVReceiver, BaseKVSender
 from kvferry.api.bootstrap_server import KVBootstrapServer
 from kvferry.api.classes import get_kv_class
+from kvferry.api.cp import filter_kv_indices_for_cp_rank, page_indices_to_cp_rank_page_indices
 from kvferry.api.facts import ReceiveFacts, SendFacts
 from kvferry.api.group import GroupState, poll_group
 from kvferry.api.kvpoll import DisaggregationMode, KVClassType, KVPoll, KVTransferMetric
@@ -11,6 +12,7 @@ from kvferry.api.memory import KVArgs
 from kvferry.api.receiver import KVReceiver
 from kvferry.api.sender import KVSender
 from kvferry.api.tag import request_tag
+from kvferry.plan import group_concurrent_contiguous
 
 __all__ = [
     "BaseKVBootstrapServer",
@@ -29,7 +31,10 @@ __all__ = [
     "KVTransferMetric",
     "ReceiveFacts",
     "SendFacts",
+    "filter_kv_indices_for_cp_rank",
     "get_kv_class",
+    "group_concurrent_contiguous",
+    "page_indices_to_cp_rank_page_indices",
     "poll_group",
     "request_tag",
 ]

@@ -83,6 +83,16 @@ class KVManager(BaseKVManager):
         """The control plane's address, "tcp://host:port"."""
         return self.node.endpoint
 
+    @property
+    def attn_cp_rank(self) -> int:
+        """This rank's place on the CP axis."""
+        return self.node.layout.rank.cp
+
+    @property
+    def attn_cp_size(self) -> int:
+        """Ranks on the CP axis, as `sizes` says."""
+        return self._sizes.cp
+
     def update_buffers(self, args: KVArgs) -> None:
         """Replace the registered memory: a new registration epoch.
 

@@ -8,8 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InputError
+from kvferry.layout.deal import segments
+from kvferry.layout.space import Ranges, Space
 
 Index = TypeVar("Index", np.int32, np.int64)
+Pages = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 def group_concurrent_contiguous(
@@ -33,3 +36,17 @@ def group_concurrent_contiguous(
         return [], []
     cuts = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
     return np.split(src, cuts), np.split(dst, cuts)
+
+
+def cp_rank_part(total_pages: int, cp_rank: int, cp_size: int) -> tuple[int, int]:
+    """Positions [begin, end) of a CP rank's part of a page list, cut as the deal `Ranges(cp_size, (cp_rank,))` cuts it.
+
+    Raises:
+        InputError: no such rank, or a negative number of pages.
+    """
+    if not 0 <= cp_rank < cp_size or total_pages < 0:
+        what = f"CP rank {cp_rank} of {cp_size}, {total_pages} pages"
+        raise InputError(what, hint="0 <= cp_rank < cp_size, and no negative number of pages")
+    space = Space(page_tokens=1, deal=Ranges(cp_size, (cp_rank,)))
+    part = segments(space, 0, total_pages, total_pages)
+    return (int(part.token[0]), int(part.token[0] + part.length[0])) if len(part.token) else (0, 0)

@@ -5,6 +5,7 @@ import pytest
 
 from kvferry.errors import InputError
 from kvferry.plan import group_concurrent_contiguous
+from kvferry.plan.indices import cp_rank_part
 
 
 def grouped(src, dst):
@@ -31,3 +32,10 @@ def test_empty_lists_have_no_groups():
 def test_lists_of_different_length_are_refused():
     with pytest.raises(InputError, match="source has 1 pages, destination 2"):
         grouped([1], [1, 2])
+
+
+def test_the_part_of_a_cp_rank_is_cut_as_its_deal_is():
+    assert [cp_rank_part(7, rank, 3) for rank in range(3)] == [(0, 3), (3, 5), (5, 7)]
+    assert cp_rank_part(1, 2, 3) == cp_rank_part(0, 0, 1) == (0, 0)
+    with pytest.raises(InputError, match="CP rank 3 of 3, 1 pages"):
+        cp_rank_part(1, 3, 3)
