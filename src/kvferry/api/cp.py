@@ -1,8 +1,8 @@
 """Helpers by the names that SGLang's users know: which of a request's pages a context parallel (CP) rank sends.
 
 There every CP rank lists all pages of a request, and sends one of cp_size consecutive parts of the list; the first
-parts are one page longer where the pages can't be dealt out evenly. A rank that *stores* a part only declares it as the deal
-`Ranges(cp_size, (cp_rank,), page_tokens)` of its space instead, and needs none of these.
+parts are one page longer where the pages can't be dealt out evenly. A rank that *stores* a part only declares it as
+the deal `Ranges(cp_size, (cp_rank,), page_tokens)` of its space instead, and needs none of these.
 """
 
 from __future__ import annotations

@@ -157,6 +157,7 @@ class Control:
     def _take_calls(self) -> None:
         while self.calls:
             self.calls.popleft()()
+            self.perform()  # what a call asks for is done before the next one changes what it is about
         if self.waiting_after:
             self._poll_after()
         self.perform()

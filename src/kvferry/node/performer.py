@@ -100,17 +100,13 @@ class Performer:
     def _changed(self, effect: Changed) -> None:
         view = self._node.views.get((effect.kind, effect.id))
         thing = self._book.room(effect.kind, effect.id)
-        if view is None or thing is None:
+        if view is None:
             return
         if isinstance(thing, Offer) and thing.links:
             self._learn_prefix(view, thing)
-        where = self._node.where
-        foreign = thing.reason is not None and (thing.reason.side, thing.reason.rank) != (
-            where.side,
-            where.rank,
-        )
-        landed = thing.bytes_landed
-        view.update(thing.poll, thing.reason, foreign, landed)
+        where, reason = self._node.where, effect.reason
+        foreign = reason is not None and (reason.side, reason.rank) != (where.side, where.rank)
+        view.update(effect.poll, reason, foreign, effect.bytes_landed)
 
     @staticmethod
     def _learn_prefix(view: RoomView, offer: Offer) -> None:

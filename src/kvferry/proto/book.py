@@ -422,9 +422,11 @@ class Book:
 
     def changed(self, kind: Kind, number: int) -> None:
         """The room may look different now; said once for what happens at once."""
-        effect = Changed(kind, number)
-        if not self.effects or self.effects[-1] != effect:
-            self.emit(effect)
+        room = self.room(kind, number)
+        if room is not None:
+            effect = Changed(kind, number, room.poll, room.bytes_landed, room.reason)
+            if not self.effects or self.effects[-1] != effect:
+                self.emit(effect)
 
     def bury(self, offer: Offer) -> None:
         """Remember why a room failed, for claims of it that are still to come."""

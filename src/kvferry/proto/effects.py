@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from kvferry.errors import Reason
-from kvferry.ids import PeerId
+from kvferry.ids import KVPoll, PeerId
 from kvferry.wire import Canary, Tick, TransferInfo, TransferStatus
 
 
@@ -234,10 +234,24 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """The room's visible state may have changed."""
+    """The room's visible state may have changed.
+
+    The state is that of the moment: when the effect is performed the room may have gone on, and what must be done
+    before its next state is visible is not done yet.
+
+    Attributes:
+        kind: which book.
+        id: the room's number in it.
+        poll: the state for schedulers.
+        bytes_landed: bytes that have landed.
+        reason: why it failed.
+    """
 
     kind: Kind
     id: int
+    poll: KVPoll
+    bytes_landed: int = 0
+    reason: Reason | None = None
 
 
 class WriteAux(msgspec.Struct, frozen=True):

@@ -126,7 +126,13 @@ class Memory:
     def fill(self, where: Cells) -> None:
         """Write the logical cache into the memory, as the prefill engine would."""
         self.expect(where, where)
-        self.buffer[:] = self.expected
+        self.write(where)
+
+    def write(self, where: Cells) -> None:
+        """Let the memory hold what is expected of these elements, and of nothing else."""
+        for address, nbytes in where.values():
+            at = address - self.buffer.ctypes.data
+            self.buffer[at : at + nbytes] = self.expected[at : at + nbytes]
 
     def expect(self, where: Cells, held: Iterable[Key]) -> None:
         """Note that the elements `held` must arrive at their places in `where`."""

@@ -12,9 +12,7 @@ from kvferry.errors import Code, RoomInUse
 from kvferry.ids import KVPoll, PeerId
 from kvferry.proto import rules
 from kvferry.proto.book import Book
-from kvferry.proto.claim import Claim
 from kvferry.proto.effects import Changed, Chunk, ClaimFacts, Digest, Kind, OfferFacts, Release, Source, Verify, Where
-from kvferry.proto.offer import Offer
 from kvferry.wire import Canary, Tick, TransferInfo, TransferStatus, pack_pages, unpack_pages
 
 if TYPE_CHECKING:
@@ -324,12 +322,9 @@ class Process:
 
     def _changed(self, effect: Changed) -> None:
         held = self.held.get((effect.kind, effect.id))
-        thing: Offer | Claim | None = (
-            self.book.offers.get(effect.id) if effect.kind is Kind.OFFER else self.book.claims.get(effect.id)
-        )
-        if held is None or thing is None:
+        if held is None:
             return
-        poll = thing.poll
+        poll = effect.poll
         if held.terminal is not None and poll != held.terminal:
             self.world.violate(f"4: {self.name} {held.kind.value} went from {held.terminal.name} to {poll.name}")
         if held.terminal is None and poll in TERMINAL:

@@ -149,11 +149,29 @@ def test_the_metadata_row_is_written_just_before_success_is_visible(net, prefill
     assert decode.claimed(claim).poll is KVPoll.Success
     effects = [effect for effect in decode.effects[before:] if not isinstance(effect, Send)]
     write = effects.index(WriteAux(claim, b"first token"))
-    assert Changed(Kind.CLAIM, claim) in effects[write:]
-    assert Changed(Kind.CLAIM, claim) not in effects[:write]
+    shown = [effect.poll for effect in effects[:write] if isinstance(effect, Changed)]
+    assert KVPoll.Success not in shown
+    assert Changed(Kind.CLAIM, claim, KVPoll.Success, 8) in effects[write:]
     assert decode.took(Revoke) == [Revoke(claim, (decode.peer(prefill),))]
     info = decode.sent(TransferInfo)[-1]
     assert (info.phase, info.success, info.reason) == (InfoPhase.CLOSED, True, None)
+
+
+def test_what_is_shown_is_the_state_of_the_moment_though_it_is_performed_later(net, prefill, decode):
+    """Two sources end before anything of it is performed: Success must not overtake the metadata row."""
+    other = net.end("prefill", 1002)
+    net.join(other, decode)
+    claim = decode.open_claim([prefill, other])
+    decode.place(claim, wants_aux=True)
+    net.lose()
+    decode.effects.clear()
+    for end in (prefill, other):
+        status = TransferStatus(7, claim, 1, StatusPhase.DELIVERED, bytes_landed=8, quiet=True, aux=b"first token")
+        decode.book.receive(net.now, decode.peer(end), status)
+    effects = decode.book.take_effects()
+    write = effects.index(WriteAux(claim, b"first token"))
+    assert [each.poll for each in effects[:write] if isinstance(each, Changed)] == [KVPoll.Transferring]
+    assert [each.poll for each in effects[write:] if isinstance(each, Changed)] == [KVPoll.Success]
 
 
 @pytest.mark.row(ClaimState.PAGES, ClaimEvent.FAIL)

@@ -1,0 +1,168 @@
+"""Any layout to any layout, through real managers of whole sides: every byte, guards included, is compared."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.layout import Ranges, Rows, Slot, Window
+from kvferry.presets import Block, Item, ModelShape, attention, layouts_of, parse_grid
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fleet import Fleet
+
+KV = (Item("k", 3, 4), Item("v", 5, 4))
+GQA = attention("gqa", layers=5, kv_heads=4, head_dim=3)
+MLA = ModelShape("mla", (Block("kv", tuple(range(5)), (Item("latent", 7),)),))
+CONV = (Item("conv_q", 3, 2), Item("conv_k", 3, 2), Item("conv_v", 5, 4), Item("ssm", 9, 4, "float32"))
+HYBRID = ModelShape(
+    "hybrid",
+    (
+        Block("kv", (0, 3, 6), KV),
+        Block("swa", (2, 5), (Item("k", 3, 2), Item("v", 3, 2)), Window(33)),
+        Block("mamba", (1, 4), CONV, Slot(), per="request"),
+    ),
+)
+HYBRID_MLA = ModelShape(
+    "hybrid-mla",
+    (
+        Block("kv", (0, 2), (Item("latent", 6),)),
+        Block("mamba", (1, 3), CONV, Slot(), per="request"),
+        Block("index", (0, 2), (Item("index_k", 2),), Rows()),
+    ),
+)
+DRAFT = ModelShape("draft", (Block("kv", (0, 1, 2, 3), KV),))
+
+
+def sides(model, prefill, decode):
+    return [layouts_of(model, parse_grid(text), 60) for text in (prefill, decode)]
+
+
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode"),
+    [
+        (GQA, "tp=4,page=16", "tp=1,page=32,order=hnd"),
+        (GQA, "tp=1,page=32,order=hnd,arrange=page", "tp=3,page=16"),
+        (GQA, "tp=8,page=16", "tp=3,page=4,arrange=block"),
+        (GQA, "pp=3,page=16", "pp=2,stages=1/4,page=8"),
+        (GQA, "cp=2,page=16", "tp=2,page=16"),
+        (GQA, "cp=3,deal=zigzag,page=8", "dcp=2,page=16"),
+        (GQA, "cp=2,deal=page,page=16", "cp=2,deal=contiguous,page=8"),
+        (GQA, "tp=2,pp=2,cp=2,deal=zigzag,page=16", "tp=3,pp=3,dcp=2,page=32,order=hnd,arrange=page"),
+        (MLA, "tp=4,page=16", "tp=1,page=16"),
+        (MLA, "tp=2,page=16", "tp=4,page=64"),
+        (MLA, "tp=2,page=16", "dcp=4,page=16"),
+        (HYBRID, "tp=2,page=16", "tp=1,page=16"),
+        (HYBRID, "tp=1,page=16", "tp=4,page=8,order=hnd"),
+        (HYBRID, "pp=3,tp=4,page=8", "pp=2,tp=2,page=32"),
+        (HYBRID_MLA, "tp=4,page=16", "tp=2,page=16"),
+        (HYBRID_MLA, "tp=2,pp=2,page=16", "tp=1,page=64"),
+    ],
+)
+@pytest.mark.parametrize(("num_tokens", "prefix", "chunk_pages"), [(130, 0, 3), (131, 37, 1000), (17, 0, 1), (1, 0, 1)])
+def test_every_rank_gets_what_it_holds_and_nothing_else(model, prefill, decode, num_tokens, prefix, chunk_pages):
+    with Fleet(*sides(model, prefill, decode)) as fleet:
+        total = fleet.hand_over(5, num_tokens, prefix=prefix, chunk_pages=chunk_pages, rows=3)
+        fleet.check(5)
+        assert total == fleet.held_bytes(), "each byte once, whoever else holds it"
+
+
+def test_many_rooms_of_replicas_are_spread_and_right():
+    with Fleet(*sides(MLA, "tp=4,page=16", "tp=1,page=16")) as fleet:
+        for room in range(4, 12):
+            assert fleet.hand_over(room, 20) == fleet.held_bytes()
+            fleet.check(room)
+        sent = [rank.manager.info()["counts"] for rank in fleet.prefill]
+        assert len(sent) == 4
+
+
+def test_draft_layers_that_only_decode_has_stay_as_they_are():
+    prefill = layouts_of(DRAFT, parse_grid("tp=2,page=16"), 60)
+    with_draft = ModelShape("draft", (Block("kv", (0, 1, 2, 3, 4), KV),))
+    (decode,) = layouts_of(with_draft, parse_grid("page=16"), 60)
+    tensors = tuple(msgspec.structs.replace(each, optional=each.layers == (4,)) for each in decode.tensors)
+    with Fleet(prefill, [msgspec.structs.replace(decode, tensors=tensors)]) as fleet:
+        fleet.hand_over(5, 50)
+        fleet.check(5)
+
+
+def test_draft_layers_that_only_prefill_has_are_not_sent():
+    with_draft = ModelShape("draft", (Block("kv", (0, 1, 2, 3, 4), KV),))
+    with Fleet(
+        layouts_of(with_draft, parse_grid("pp=2,page=16"), 60), layouts_of(DRAFT, parse_grid("page=8"), 60)
+    ) as f:
+        assert f.hand_over(5, 50) == f.held_bytes()
+        f.check(5)
+
+
+def test_prefill_begins_where_decode_has_enough():
+    with Fleet(*sides(GQA, "tp=2,page=16", "tp=1,page=64")) as fleet:
+        fleet.hand_over(5, 131, prefix=37, first_token=32)
+        fleet.check(5)
+
+
+@pytest.mark.parametrize("prefix", [0, 1 * 16, 5 * 16, 9 * 16, 10 * 16])
+def test_the_first_pages_that_decode_has_are_not_touched(prefix):
+    """Field note B07: k of ten pages are there already; with all ten only the metadata row travels."""
+    with Fleet(*sides(GQA, "page=16", "page=16")) as fleet:
+        total = fleet.hand_over(5, 160, prefix=prefix)
+        fleet.check(5)
+        assert total == (160 - prefix) * 5 * 2 * 4 * 3 * 2
+
+
+def test_interleaved_tokens_in_two_chunks_are_all_sent_once():
+    """Field note B15: a cached prefix is sent early, the rest later, to four ranks that own token i % 4."""
+    with Fleet(*sides(MLA, "page=32", "dcp=4,page=8")) as fleet:
+        assert fleet.hand_over(5, 131, chunk_pages=3) == fleet.held_bytes()
+        fleet.check(5)
+
+
+@pytest.mark.parametrize(("tp", "other"), [(2, 1), (1, 2), (2, 4)])
+def test_state_of_several_groups_is_sharded_group_by_group(tp, other):
+    """Field note B12: a state of three groups (6, 6, 10) side by side in one item, each with heads of its own."""
+    groups = (Item("q", 3, 2), Item("k", 3, 2), Item("v", 5, 2))
+    model = ModelShape("m", (Block("kv", (0,), KV), Block("mamba", (0,), groups, Slot(), per="request")))
+    with Fleet(*sides(model, f"tp={tp}", f"tp={other}")) as fleet:
+        assert fleet.hand_over(5, 20) == fleet.held_bytes()
+        fleet.check(5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+def test_any_tensor_parallel_sizes_below_and_above_the_heads(heads):
+    """Field note B11."""
+    model = attention("m", layers=2, kv_heads=heads, head_dim=3)
+    for prefill in (1, 2, 4, 8):
+        for decode in (1, 2, 4, 8):
+            with Fleet(*sides(model, f"tp={prefill}", f"tp={decode},order=hnd")) as fleet:
+                assert fleet.hand_over(5, 33) == fleet.held_bytes(), (prefill, decode)
+                fleet.check(5)
+
+
+def test_a_rank_that_holds_no_token_of_a_short_request_is_no_obstacle():
+    (sources, (whole,)) = sides(GQA, "cp=4,deal=contiguous,page=16", "page=16")
+    assert isinstance(sources[3].spaces[0].deal, Ranges)
+    with Fleet(sources, [whole]) as fleet:
+        for room, num_tokens in ((5, 1), (6, 16), (7, 17), (8, 49)):
+            fleet.hand_over(room, num_tokens)
+            fleet.check(room)
+
+
+def test_what_lies_between_items_is_not_touched():
+    """Field note B18: 576 bytes of payload, the block scales at their end, at a stride of 640."""
+    model = attention("m", layers=1, kv_heads=4, head_dim=9)
+    padded = []
+    for layout in (layouts_of(model, parse_grid("page=16"), 40)[0], layouts_of(model, parse_grid("page=16"), 40)[0]):
+        tensors, at = [], 0
+        for tensor in layout.tensors:
+            strides = msgspec.structs.replace(tensor.strides_bytes, page=tensor.item_bytes + 64)
+            nbytes = strides.page * tensor.pages
+            tensors.append(msgspec.structs.replace(tensor, strides_bytes=strides, nbytes=nbytes, address=at))
+            at += nbytes
+        padded.append(msgspec.structs.replace(layout, tensors=tuple(tensors)))
+    with Fleet([padded[0]], [padded[1]]) as fleet:
+        fleet.hand_over(5, 100)
+        fleet.check(5)
+        assert np.count_nonzero(fleet.decode[0].memory.buffer == 0xEE) > 40 * 64
