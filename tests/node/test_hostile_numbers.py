@@ -100,16 +100,19 @@ def test_page_lists_of_odd_length_or_of_unknown_spaces(make, kit):
 
 
 @pytest.mark.parametrize("expected", [None, 9216])
-def test_a_claim_that_wants_a_space_that_nobody_has_fails_that_room_only(make, kit, expected):
+@pytest.mark.parametrize(
+    ("sends", "words"), [({"nowhere": ("k",)}, "space 'nowhere'"), ({"kv": ("k", "x")}, "field 'x'")]
+)
+def test_a_claim_that_wants_what_nobody_has_fails_that_room_only(make, kit, expected, sends, words):
     prefill, decode = make("prefill"), make("decode")
     with raw_peer(prefill.manager.endpoint) as peer:
         peer.shake()
         sender = kit.offer(prefill, 5, [1, 2, 3], num_tokens=48, tag=3)
         pages = {"kv": pack_pages(np.arange(3))}
         info = TransferInfo(5, 1, 1, InfoPhase.PAGES, pages=pages, num_tokens=48, tag=3, expected_bytes=expected)
-        peer.say(msgspec.structs.replace(info, sends=("nowhere",)))
+        peer.say(msgspec.structs.replace(info, sends=sends))
         assert sender.wait(2) is KVPoll.Failed
-        assert "space 'nowhere'" in str(sender.failure())
+        assert words in str(sender.failure())
         assert (peer.pool == kit.SENTINEL).all()
     works(prefill, decode, kit, 6)
 

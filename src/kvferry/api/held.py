@@ -21,7 +21,7 @@ class HeldPages:
         """Start with every page free.
 
         Args:
-            pages: pages of the pool, per space.
+            pages: pages of the pool, per space that has one.
         """
         self._lock = threading.Lock()
         self._turns = itertools.count(1)
@@ -34,6 +34,7 @@ class HeldPages:
         Raises:
             InputError: a page is named twice, or belongs to a room that is not release-safe yet.
         """
+        pages = {space: numbers for space, numbers in pages.items() if space in self._turn_of}
         for space, numbers in pages.items():
             self._refuse_twice(view, space, numbers)
         with self._lock:

@@ -13,17 +13,29 @@ from kvferry.layout import Cyclic, Layout, Space
 from kvferry.node.batching import MAIN
 from kvferry.wire import pack_pages
 
+NO_POOL = 1 << 31
+"""Any page number will do where no page is."""
+
 
 class PageSpaces:
-    """The spaces of a rank's layout, and how many pages each has."""
+    """The spaces of a rank's layout, and how many pages each pool has.
+
+    A pipeline stage may have no layer of a space: its scheduler names pages there as all others do, and nothing is done
+    with them.
+    """
 
     def __init__(self, layout: Layout, side: str) -> None:
         self.side = side
         self.spaces = {space.name: space for space in layout.spaces}
         self.pages = {
-            name: min((tensor.pages for tensor in layout.tensors if tensor.space == name), default=0)
+            name: min((tensor.pages for tensor in layout.tensors if tensor.space == name), default=NO_POOL)
             for name in self.spaces
         }
+
+    @property
+    def pools(self) -> dict[str, int]:
+        """Pages of each pool that there is."""
+        return {name: pages for name, pages in self.pages.items() if pages != NO_POOL}
 
     @property
     def main(self) -> Space | None:

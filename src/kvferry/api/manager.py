@@ -67,7 +67,7 @@ class KVManager(BaseKVManager):
         self.args = args
         layout = args.bound()
         self.spaces = PageSpaces(layout, self.side)
-        self.held = HeldPages(self.spaces.pages)
+        self.held = HeldPages(self.spaces.pools)
         self._rooms: dict[tuple[Kind, int], Room] = {}
         self._draining = ""
         self._sizes = sizes or Rank(*(index + 1 for index in msgspec.structs.astuple(layout.rank)))
@@ -112,7 +112,7 @@ class KVManager(BaseKVManager):
         try:
             self.node.replace_memory(layout, tuple(args.group), args.aux_buffers())
             self.args, self.spaces = args, PageSpaces(layout, self.side)
-            self.held = HeldPages(self.spaces.pages)
+            self.held = HeldPages(self.spaces.pools)
         finally:
             self._draining = before
 

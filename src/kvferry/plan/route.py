@@ -8,18 +8,15 @@ on both sides are merged into *pieces*; requests add their token runs (see runs)
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import InputError, LayoutError
 from kvferry.ids import Rank
 from kvferry.layout.agree import supports
-from kvferry.layout.deal import I64, can_meet
-from kvferry.layout.elements import ID_BITS, elements, in_space, kinds_of
+from kvferry.layout.deal import can_meet
+from kvferry.layout.elements import ID_BITS, kinds_of
 from kvferry.layout.space import Space
 from kvferry.layout.tensor import Layout
 from kvferry.plan.canary import Look, Marks, look, marks
@@ -27,6 +24,10 @@ from kvferry.plan.overlap import Overlap, common_extent, overlap
 from kvferry.plan.pattern import Pattern, pattern
 from kvferry.plan.pieces import Pieces
 from kvferry.plan.recent import Recent
+from kvferry.plan.table import Table, common, pieces_of
+
+Sends = Mapping[str, Sequence[str]] | None
+"""Per space the fields that one source sends; None: all that both ranks have."""
 
 KEPT_RUNS = 4096
 """Where requests of at most so many pages overlap is kept from the join to the plan, and for others of their size."""
@@ -44,6 +45,8 @@ class Leg:
         page_pieces: what to copy where a whole page goes to a whole page, instead of the dense pieces that
             aren't linear: there neighbouring heads, fields and layers are contiguous as well.
         marks: the elements one by one, for the canary.
+        table: the elements one by one.
+        fields: the common fields, and their numbers in the table's keys.
         recipes: what small requests of late had in common with later ones of their size.
     """
 
@@ -53,6 +56,8 @@ class Leg:
     pieces: tuple[Pieces, ...]
     page_pieces: tuple[Pieces, ...]
     marks: Marks
+    table: Table
+    fields: Mapping[str, int]
     _overlaps: Recent[Overlap] = field(default_factory=lambda: Recent(4), compare=False, repr=False)
     recipes: Recent[Any] = field(default_factory=Recent, compare=False, repr=False)
 
@@ -72,6 +77,17 @@ class Leg:
     def pattern(self, lo: int, hi: int, num_tokens: int) -> Pattern:
         """The rows of the tokens [lo, hi) without their pages."""
         return pattern(self.pieces, self.overlap(lo, hi, num_tokens), self.page_tokens)
+
+    def only(self, fields: Sequence[str]) -> Leg:
+        """The same for some fields alone. Raises InputError for one that the ranks do not both have."""
+        unknown = set(fields) - set(self.fields)
+        if unknown:
+            what = f"space {self.dst.name!r}: field {min(unknown)!r} is not held by both ranks"
+            raise InputError(what, hint=f"use some of {sorted(self.fields)}")
+        if set(fields) == set(self.fields):
+            return self
+        chosen = {name: self.fields[name] for name in fields}
+        return _leg(self.src, self.dst, self.pages, self.table.of_kinds(chosen.values()), chosen)
 
     @property
     def page_tokens(self) -> tuple[int, int]:
@@ -113,6 +129,7 @@ class Route:
     src_rank: Rank
     dst_rank: Rank
     legs: Mapping[str, Leg] = field(default_factory=dict)
+    _narrowed: Recent[Route] = field(default_factory=Recent, compare=False, repr=False)
 
     @property
     def spaces(self) -> tuple[str, ...]:
@@ -135,17 +152,23 @@ class Route:
         """Bytes that move for one token (slot, row); what covers more tokens counts by its share."""
         return sum(-(-int(p.nbytes.sum()) // p.granule) for p in self.leg(space).pieces)
 
-    def only(self, spaces: Collection[str] | None) -> Route:
-        """The same in these spaces alone; None leaves it as it is.
+    def only(self, sends: Sends) -> Route:
+        """The same with these fields alone; None leaves it as it is.
 
         Raises:
-            InputError: the ranks have nothing in common in one of the spaces.
+            InputError: the ranks do not both have one of them.
         """
-        return self if spaces is None else replace(self, legs={space: self.leg(space) for space in spaces})
+        if sends is None:
+            return self
+        key = tuple(sorted((space, tuple(fields)) for space, fields in sends.items()))
+        return self._narrowed.get(key, lambda: self._only(sends), lambda _: True)
+
+    def _only(self, sends: Mapping[str, Sequence[str]]) -> Route:
+        return Route(self.src_rank, self.dst_rank, {space: self.leg(space).only(each) for space, each in sends.items()})
 
     def request_bytes(
         self, prefix_tokens: int, num_tokens: int, rows: Mapping[str, int] | None = None,
-        spaces: Collection[str] | None = None,
+        sends: Sends = None,
     ) -> int:  # fmt: skip
         """Bytes that move for a request.
 
@@ -153,13 +176,13 @@ class Route:
             prefix_tokens: tokens that decode already has.
             num_tokens: tokens of the request.
             rows: number of rows for each space with coverage Rows; 0 where none is given.
-            spaces: in these spaces; None: in all.
+            sends: the fields that are sent, per space; None: all.
 
         Raises:
             InputError: the numbers are out of bounds, or the prefix lies inside a granule.
         """
         total = 0
-        for name, leg in self.only(spaces).legs.items():
+        for name, leg in self.only(sends).legs.items():
             lo, hi = leg.extent(prefix_tokens, num_tokens, (rows or {}).get(name, 0))
             tokens = leg.overlap(lo, hi, num_tokens, few=True).tokens
             total += sum(int(p.nbytes.sum()) * int((-(-tokens // p.granule)).sum()) for p in leg.pieces)
@@ -174,93 +197,25 @@ def route(src: Layout, dst: Layout) -> Route:
     """
     if not (fit := supports(src, dst)):
         raise LayoutError(f"prefill {src.rank} to decode {dst.rank}: {fit.reason}")
-    table, keys = _common(src, dst)
-    legs = {}
-    for space in dst.spaces:
-        here = in_space(keys, kinds_of(dst), space.name)
-        chosen = table.take(here)
-        own = next((own for own in src.spaces if own.name == space.name), None)
-        if own is not None and len(chosen.nbytes) and can_meet(own.deal, space.deal):
-            pages = tuple(_pages(side, space.name) for side in (src, dst))
-            legs[space.name] = _leg(own, space, (pages[0], pages[1]), chosen, chosen.marks(keys[here]))
-    return Route(src.rank, dst.rank, legs)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Elements of both sides, one column each; index 0 is the source, 1 the destination."""
-
-    base: I64
-    block: I64
-    page: I64
-    token: I64
-    nbytes: I64
-    granule: I64
-
-    def take(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> _Table:
-        return _Table(*(column[..., chosen] for column in vars(self).values()))
-
-    def marks(self, keys: I64) -> Marks:
-        layer = keys >> ID_BITS & (1 << ID_BITS) - 1
-        return marks(keys, layer, self.base, self.page, self.token, self.nbytes, self.granule)
-
-    def dense(self) -> npt.NDArray[np.bool_]:
-        return np.asarray(np.all(self.nbytes == self.token, axis=0))
-
-    def linear(self, page_tokens: I64) -> npt.NDArray[np.bool_]:
-        page_bytes = self.token * (page_tokens // self.granule)
-        return np.asarray(self.dense() & np.all(self.page == page_bytes, axis=0))
-
-
-def _common(src: Layout, dst: Layout) -> tuple[_Table, I64]:
     kinds = kinds_of(dst)
-    ours, theirs = elements(src, kinds), elements(dst, kinds)
-    keys, i, j = np.intersect1d(ours.key, theirs.key, assume_unique=True, return_indices=True)
-    columns = ("base", "block", "page", "token")
-    base, block, page, token = (np.stack([getattr(ours, name)[i], getattr(theirs, name)[j]]) for name in columns)
-    return _Table(base, block, page, token, theirs.nbytes[j], theirs.granule[j]), keys
+    table, legs = common(src, dst, kinds), {}
+    for space in dst.spaces:
+        fields = {name: number for (each, name), number in kinds.items() if each == space.name}
+        chosen = table.of_kinds(fields.values())
+        own = next((own for own in src.spaces if own.name == space.name), None)
+        if own is not None and len(chosen.key) and can_meet(own.deal, space.deal):
+            pages = _pages(src, space.name), _pages(dst, space.name)
+            legs[space.name] = _leg(own, space, pages, chosen, fields)
+    return Route(src.rank, dst.rank, legs)
 
 
 def _pages(layout: Layout, space: str) -> int:
     return min(tensor.pages for tensor in layout.tensors if tensor.space == space)
 
 
-def _leg(src: Space, dst: Space, pages: tuple[int, int], table: _Table, marks: Marks) -> Leg:
-    page_tokens = np.array([[src.page_tokens], [dst.page_tokens]])
-    # with one granule per page the token stride means nothing: let it go on to the next page
-    table = replace(table, token=np.where(table.granule == page_tokens, table.page, table.token))
-    table = _merged(table)
-    by_page = table.take(table.dense() & ~table.linear(page_tokens) & (src.page_tokens == dst.page_tokens))
-    whole = replace(
-        by_page,
-        token=by_page.page,
-        nbytes=by_page.nbytes * dst.page_tokens // by_page.granule,
-        granule=np.full_like(by_page.granule, dst.page_tokens),
-    )
-    return Leg(src, dst, pages, _grouped(table, page_tokens), _grouped(_merged(whole), page_tokens), marks)
-
-
-def _merged(table: _Table) -> _Table:
-    """Join elements that are neighbours on both sides, in the same block of memory, and stride alike."""
-    table = table.take(np.lexsort((table.base[0], *_strides(table))))
-    steps = np.diff(np.concatenate([_strides(table), table.block]), axis=1)
-    joined = np.all(steps == 0, axis=0) & np.all(np.diff(table.base) == table.nbytes[:-1], axis=0)
-    first = np.flatnonzero(np.append(True, ~joined)[: len(table.nbytes)])
-    nbytes = np.add.reduceat(table.nbytes, first) if len(first) else table.nbytes
-    return replace(table.take(first), nbytes=nbytes)
-
-
-def _strides(table: _Table) -> I64:
-    return np.concatenate([table.page, table.token, table.granule[None]])
-
-
-def _grouped(table: _Table, page_tokens: I64) -> tuple[Pieces, ...]:
-    """Split pieces by strides, so that each group is expanded by one formula."""
-    kind = np.concatenate([_strides(table), table.dense()[None], table.linear(page_tokens)[None]]).T
-    groups = []
-    for row in np.unique(kind, axis=0):
-        some = table.take(np.all(kind == row, axis=1))
-        src_page, dst_page, src_token, dst_token, granule, dense, linear = row.tolist()
-        strides = (src_page, dst_page), (src_token, dst_token)
-        groups.append(Pieces(some.base, some.nbytes, *strides, granule, bool(dense), bool(linear)))
-    return tuple(groups)
+def _leg(src: Space, dst: Space, pages: tuple[int, int], table: Table, fields: Mapping[str, int]) -> Leg:
+    pieces, page_pieces = pieces_of(table, (src.page_tokens, dst.page_tokens))
+    held = set((table.key >> 2 * ID_BITS).tolist())
+    fields = {name: number for name, number in fields.items() if number in held}
+    seen = marks(table.key, table.layer, table.base, table.page, table.token, table.nbytes, table.granule)
+    return Leg(src, dst, pages, pieces, page_pieces, seen, table, fields)

@@ -24,9 +24,10 @@ class RouteSize(Protocol):
     """What the protocol needs of a plan.Route: how many bytes it moves for a request."""
 
     def request_bytes(
-        self, prefix_tokens: int, num_tokens: int, rows: dict[str, int] = ..., spaces: tuple[str, ...] | None = ...
-    ) -> int:
-        """Bytes for tokens [prefix_tokens, num_tokens) and the given rows per state space, of these spaces or all."""
+        self, prefix_tokens: int, num_tokens: int, rows: dict[str, int] = ...,
+        sends: dict[str, tuple[str, ...]] | None = ...,
+    ) -> int:  # fmt: skip
+        """Bytes for tokens [prefix_tokens, num_tokens) and the given rows per state space, of these fields or all."""
         ...
 
 
@@ -122,13 +123,13 @@ class Source(msgspec.Struct, frozen=True):
     Attributes:
         peer: the process.
         fan_in: how many claims its offer is to expect.
-        sends: the spaces that it sends, replicas of it send the others; None: all that both sides have.
+        sends: per space the fields that it sends, replicas of it send the others; None: all that both hold.
         size: how many bytes its route moves for a request.
     """
 
     peer: PeerId
     fan_in: int
-    sends: tuple[str, ...] | None
+    sends: dict[str, tuple[str, ...]] | None
     size: RouteSize
 
 
@@ -217,7 +218,7 @@ class Verify(msgspec.Struct, frozen=True):
     canary: Canary
     facts: ClaimFacts
     nbytes: int
-    sends: tuple[str, ...] | None = None
+    sends: dict[str, tuple[str, ...]] | None = None
 
 
 class Stop(msgspec.Struct, frozen=True):

@@ -49,11 +49,11 @@ class TokenSize:
 
     def request_bytes(
         self, prefix_tokens: int, num_tokens: int, rows: dict[str, int] | None = None,
-        spaces: tuple[str, ...] | None = None,
+        sends: dict[str, tuple[str, ...]] | None = None,
     ) -> int:  # fmt: skip
         """Bytes of a request."""
         del rows
-        return 0 if spaces == () else max(0, num_tokens - prefix_tokens)
+        return 0 if sends == {} else max(0, num_tokens - prefix_tokens)
 
 
 @dataclass
@@ -279,7 +279,7 @@ class Process:
         elected = self._elected(held.room)
         self.act(
             self.book.resolved, held.number,
-            [Source(self.links[each], fan_in, None if each.rank in elected else (), TokenSize()) for each in sources],
+            [Source(self.links[each], fan_in, None if each.rank in elected else {}, TokenSize()) for each in sources],
         )  # fmt: skip
 
     def _elected(self, room: Room) -> set[int]:

@@ -98,7 +98,7 @@ class TransferInfo(Message, tag="info", frozen=True):
         num_tokens: the request's tokens; None = not known here, whole pages count.
         prefix_tokens: tokens below this are here already and are never written.
         fan_in: how many claims the source's offer is to expect.
-        sends: the spaces that this source sends, a replica sends the others; None: all that both sides have.
+        sends: per space the fields that this source sends, replicas send the others; None: all that both hold.
         expected_bytes: bytes that the claim expects from this source; None = not known yet.
         success: with CLOSED: the claim has all it wanted.
         reason: with CLOSED and not success: why.
@@ -116,7 +116,7 @@ class TransferInfo(Message, tag="info", frozen=True):
     num_tokens: int | None = None
     prefix_tokens: int = 0
     fan_in: int = 1
-    sends: tuple[str, ...] | None = None
+    sends: dict[str, tuple[str, ...]] | None = None
     expected_bytes: int | None = None
     success: bool = False
     reason: Reason | None = None

@@ -6,7 +6,7 @@ import pytest
 from kvferry.ids import Rank
 from kvferry.layout import Cyclic, Field, Slot, Space, Strides, Tensor
 from kvferry.plan import Election, elect, fan_in, holdings
-from kvferry.presets import layer_major, mla
+from kvferry.presets import Block, Grid, Item, ModelShape, layer_major, layouts_of, mla
 
 
 def mha(tp, of, kv_heads=2, **rest):
@@ -27,7 +27,7 @@ def elected(dst, sources, room):
 
 def test_a_source_without_common_heads_is_not_involved():
     shares = elect(mha(0, 2), [mha(0, 2), mha(1, 2)], room=1)
-    assert [(s.involved, s.sends) for s in shares] == [(True, ("kv",)), (False, ())]
+    assert [(s.involved, s.sends) for s in shares] == [(True, {"kv": ("k", "v")}), (False, {})]
 
 
 def test_sources_with_different_parts_are_all_elected():
@@ -75,7 +75,18 @@ def test_a_space_that_is_replicated_is_sent_once_beside_one_that_is_sharded():
     dst = with_state(latent(0), (0, 2))
     for room in range(4):
         sends = [share.sends for share in elect(dst, sources, room)]
-        assert sends == [("kv", "mamba"), ("mamba",)] if room % 2 == 0 else [("mamba",), ("kv", "mamba")]
+        kv, mamba = {"kv": ("latent",)}, {"mamba": ("ssm",)}
+        assert sends == ([kv | mamba, mamba] if room % 2 == 0 else [mamba, kv | mamba])
+
+
+def test_a_field_that_is_replicated_is_sent_once_beside_one_of_its_space_that_is_sharded():
+    model = ModelShape("m", (Block("state", (0, 1), (Item("b", 3, 2), Item("x", 3, 4)), Slot(), per="request"),))
+    sources, (dst,) = (layouts_of(model, Grid(tp=tp), 2) for tp in (4, 1))
+    for room in range(4):
+        fields = [share.sends["state"] for share in elect(dst, sources, room)]
+        assert [("b" in each, "x" in each) for each in fields] == [
+            (room % 2 == 0, True), (room % 2 == 1, True), (room % 2 == 0, True), (room % 2 == 1, True)
+        ]  # fmt: skip
 
 
 def test_more_ranks_than_heads_elect_one_for_each_head():

@@ -20,10 +20,10 @@ TIMES = Times(
 class Size:
     """A route that moves one byte per token, and four per row of the space "state"."""
 
-    def request_bytes(self, prefix_tokens, num_tokens, rows=None, spaces=None):
+    def request_bytes(self, prefix_tokens, num_tokens, rows=None, sends=None):
         if not 0 <= prefix_tokens <= num_tokens <= 1 << 24:
             raise InputError(f"prefix_tokens {prefix_tokens}, num_tokens {num_tokens}")
-        if spaces == ():
+        if sends == {}:
             return 0
         return num_tokens - prefix_tokens + 4 * (rows or {}).get("state", 0)
 
@@ -84,7 +84,7 @@ class End:
         return number
 
     def source(self, other, fan_in=1, *, elected=True, epoch=1):
-        return Source(self.peer(other, epoch), fan_in, None if elected else (), Size())
+        return Source(self.peer(other, epoch), fan_in, None if elected else {}, Size())
 
     def place(self, number, pages=2, *, rows=None, **facts):
         rows = rows or {}

@@ -198,8 +198,8 @@ def test_a_room_that_looks_the_same_is_shown_once(decode, alone):
 class Large:
     """A route that moves a megabyte per token."""
 
-    def request_bytes(self, prefix_tokens, num_tokens, rows=None, spaces=None):
-        return 0 if spaces == () else (num_tokens - prefix_tokens) << 20
+    def request_bytes(self, prefix_tokens, num_tokens, rows=None, sends=None):
+        return 0 if sends == {} else (num_tokens - prefix_tokens) << 20
 
 
 @pytest.mark.parametrize("digest", ["sample", "full", ""])

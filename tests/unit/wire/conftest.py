@@ -80,7 +80,7 @@ MESSAGES = {
     "info_pages": TransferInfo(
         room=BIG, claim=2**40, rev=2, phase=InfoPhase.PAGES, tag=0xFEED_FACE_CAFE_BEEF, ack=1, want_ack=True,
         pages={"kv": b"\x00\x00\x00\x00\xff\xff\xff\x7f", "state": b""}, num_tokens=0, prefix_tokens=16, fan_in=8,
-        sends=("kv",), expected_bytes=0, trace="4f2a",
+        sends={"kv": ("k",)}, expected_bytes=0, trace="4f2a",
     ),
     "info_success": TransferInfo(7, 1, 3, InfoPhase.CLOSED, success=True),
     "info_failed": TransferInfo(7, 1, 3, InfoPhase.CLOSED, ack=2**33, reason=REASON),
