@@ -5,6 +5,6 @@ import os
 from hypothesis import HealthCheck, settings
 
 _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile("plan", max_examples=150, deadline=None, suppress_health_check=_QUIET)
-settings.register_profile("nightly", max_examples=5000, deadline=None, suppress_health_check=_QUIET)
+settings.register_profile("plan", max_examples=300, deadline=None, suppress_health_check=_QUIET)
+settings.register_profile("nightly", max_examples=10_000, deadline=None, suppress_health_check=_QUIET)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "plan"))

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ from kvferry.layout import (
     validate,
 )  # fmt: skip
 from kvferry.node.digests import Place
-from kvferry.plan import Limits, PageList, Part, Size, batches, elect, fan_in, route, runs, small_batch
+from kvferry.plan import Election, Limits, PageList, Part, Size, batches, fan_in, route, runs, small_batch
 from kvferry.plan.canary import difference
 from kvferry.presets import layer_major, page_major
 from kvferry.testing.oracle import Memory, cells, copy_batches, pages_of
@@ -45,7 +46,9 @@ class Model:
     """What both sides agree on."""
 
     layers: int
+    draft: int
     kv_heads: int
+    heads: dict[str, int]
     fields: dict[str, list[Field]]
     coverage: dict[str, All | Window | Slot | Rows]
     page_choices: tuple[int, ...]
@@ -71,12 +74,16 @@ def models(draw):
     if draw(st.integers(0, 3)) == 0:
         fields["swa"], coverage["swa"] = [element("k", 5)], Window(draw(st.sampled_from([1, 8, 33])))
     if draw(st.integers(0, 3)) == 0:
-        fields["mamba"] = [Field("ssm", 7, per="request", headed=draw(st.booleans()))]
+        names = draw(st.sampled_from([["ssm"], ["conv_q", "conv_v", "ssm"]]))
+        headed = draw(st.booleans())
+        fields["mamba"] = [Field(name, 3 + len(name), per="request", headed=headed) for name in names]
         coverage["mamba"] = Slot()
     if draw(st.integers(0, 3)) == 0:
         fields["index"], coverage["index"] = [element("row", 6, headed=False)], Rows()
     choices = (4, 8, 16) if granule > 1 else (1, 3, 8, 16)
-    return Model(draw(st.sampled_from([1, 2, 3])), kv_heads, fields, coverage, choices, granule)
+    layers, draft = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([0, 0, 1]))
+    heads = {"conv_q": draw(st.integers(1, 3)), "conv_v": draw(st.integers(1, 5))}  # groups are sharded on their own
+    return Model(layers, draft, kv_heads, heads, fields, coverage, choices, granule)
 
 
 @st.composite
@@ -112,7 +119,7 @@ def strided(draw, counts, cell):
 
 @st.composite
 def arrangements(draw, model):
-    """How one side arranges its memory: the same for all of its ranks."""
+    """How one side arranges its memory, and which layers it has: the same for all of its ranks."""
     pages = {
         name: 1 if isinstance(cover, Slot | Rows) else draw(st.sampled_from(model.page_choices))
         for name, cover in model.coverage.items()
@@ -122,26 +129,29 @@ def arrangements(draw, model):
         "fused": draw(st.booleans()),
         "per_layer": draw(st.booleans()),
         "shuffled": draw(st.booleans()),
+        "layers": model.layers + draw(st.integers(0, model.draft)),
     }
 
 
 @st.composite
 def rank_layouts(draw, model, side, rank, tp, pp, deal):
     """The layout of one rank of a side."""
-    stages = np.array_split(np.arange(model.layers), pp)
+    stages = np.array_split(np.arange(side["layers"]), pp)
     layers = tuple(int(layer) for layer in stages[rank.pp])
     spaces, tensors, at = [], [], 0
     for name, fields in model.fields.items():
         page_tokens = side["page_tokens"][name]
         whole = isinstance(model.coverage[name], Slot | Rows)
         spaces.append(Space(name, page_tokens, Cyclic() if whole else deal, model.coverage[name]))
-        shapes = itertools.groupby(fields, lambda f: (f.headed, f.granule_tokens))
+        shapes = itertools.groupby(fields, lambda f: (f.headed, f.granule_tokens, model.heads.get(f.name)))
         groups = [list(group) for _, group in shapes]
         if not side["fused"]:
             groups = [[item] for group in groups for item in group]
-        stacks = [(layer,) for layer in layers] if side["per_layer"] else [layers] if layers else []
+        split = [tuple(layer for layer in layers if (layer < model.layers) == main) for main in (True, False)]
+        stacks = [(layer,) for layer in layers] if side["per_layer"] else [ids for ids in split if ids]
         for group, ids in itertools.product(groups, stacks):
-            heads = head_intervals(model.kv_heads, tp, rank.tp, side["shuffled"]) if group[0].headed else ()
+            total = model.heads.get(group[0].name, model.kv_heads)
+            heads = head_intervals(total, tp, rank.tp, side["shuffled"]) if group[0].headed else ()
             count = sum(h1 - h0 for h0, h1 in heads) or 1
             granules = page_tokens // group[0].granule_tokens
             pool = 3 + 140 // page_tokens
@@ -149,21 +159,20 @@ def rank_layouts(draw, model, side, rank, tp, pp, deal):
             counts = {"layer": len(ids), "page": pool, "token": granules, "head": count}
             strides, nbytes = draw(strided(counts, cell))
             item = cell * granules * count
-            tensors.append(Tensor(name, ids, heads, tuple(group), at, nbytes, strides, item, pool))
+            tensor = Tensor(name, ids, heads, tuple(group), at, nbytes, strides, item, pool)
+            tensors.append(msgspec.structs.replace(tensor, optional=ids[0] >= model.layers))
             at += nbytes + draw(st.sampled_from([0, 0, 16]))
     return Layout("m", "bf16", model.kv_heads, tuple(tensors), tuple(spaces), rank, 8)
 
 
 @st.composite
-def sides(draw, model, only=None):
-    """All ranks of a side, or one of them."""
+def sides(draw, model):
+    """All ranks of a side."""
     tp, pp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, min(2, model.layers)))
     cp = draw(st.sampled_from([1, 1, 2, 3]))
     side = draw(arrangements(model))
     dealt = draw(deals(model, side["page_tokens"]["kv"], cp))
     grid = [Rank(0, p, c, t) for p in range(pp) for c in range(cp) for t in range(tp)]
-    if only:
-        grid = [draw(st.sampled_from(grid))]
     return [draw(rank_layouts(model, side, rank, tp, pp, dealt[rank.cp])) for rank in grid]
 
 
@@ -260,7 +269,7 @@ def check_canary(path, name, src_pages, dst_pages, request):
             assert text == f"space {name!r}: {expected}"
 
 
-def check_side(sources, dst, draw, request, first_token, chunk_pages, limits):
+def check_side(sources, dst, group, draw, request, first_token, chunk_pages, limits):
     prefix, num_tokens, rows = request
     for side, layout in [("decode", dst), *(("prefill", source) for source in sources)]:
         validate(layout, side)
@@ -269,7 +278,8 @@ def check_side(sources, dst, draw, request, first_token, chunk_pages, limits):
     dst_pages = draw(page_lists(dst, prefix, num_tokens, rows))
     wanted = cells(target.layout, dst_pages, prefix, num_tokens, rows)
     assert covers(sources, dst) == ""
-    shares = elect(dst, sources, room=draw(st.integers(0, 7)))
+    shares = Election(dst, sources, group).shares(draw(st.integers(0, 7)))
+    written = set()
     for layout, share in zip(sources, shares, strict=True):
         assert supports(layout, dst).reason == ""
         assert fan_in(layout, [dst]) == share.involved
@@ -280,9 +290,14 @@ def check_side(sources, dst, draw, request, first_token, chunk_pages, limits):
         src_pages = draw(page_lists(layout, first_token, num_tokens, rows))
         held = cells(source.layout, src_pages, first_token, num_tokens, rows)
         source.fill(held)
-        target.expect(wanted, [key for key in held if key[0] in share.sends])
+        sent = [key for key in held if key in wanted and key[2] in share.sends.get(key[0], ())]
+        assert not written.intersection(sent), "each byte once"
+        written.update(sent)
+        target.expect(wanted, sent)
         transfer(source, target, share.sends, src_pages, dst_pages, request, first_token, chunk_pages, limits)
         assert source.differences(held) == ""
+    drafts = {layer for tensor in dst.tensors if tensor.optional for layer in tensor.layers}
+    assert drafts.issuperset(key[1] for key in wanted.keys() - written), "all but draft layers that nobody holds"
     assert target.differences(wanted) == ""
 
 
@@ -296,12 +311,13 @@ def requests(draw, granule):
 @given(st.data())
 def test_all_elected_sources_together_write_exactly_what_the_oracle_expects(data):
     model = data.draw(models())
-    sources, (dst,) = data.draw(sides(model)), data.draw(sides(model, only=True))
+    sources, group = data.draw(sides(model)), data.draw(sides(model))
+    dst = data.draw(st.sampled_from(group))
     request = data.draw(requests(model.unit))
     first_token = data.draw(st.integers(0, request[0]))
     limits = Limits(data.draw(st.sampled_from([1, 7, 4096])), data.draw(st.sampled_from([4, 100, 1 << 20])))
     chunk_pages = data.draw(st.sampled_from([1, 3, 1000]))
-    check_side(sources, dst, data.draw, request, first_token, chunk_pages, limits)
+    check_side(sources, dst, group, data.draw, request, first_token, chunk_pages, limits)
 
 
 def arranged(preset, order, page_tokens, heads=None):
@@ -320,7 +336,7 @@ ARRANGEMENTS = list(itertools.product([page_major, layer_major], ["hnd", "nhd"],
 @settings(max_examples=2)
 def test_presets_of_any_order_and_page_size_exchange_their_cache(ours, theirs, data):
     whole, dst = arranged(*ours), arranged(*theirs, data.draw(st.sampled_from([None, (1, 2)])))
-    check_side([whole], dst, data.draw, (data.draw(st.sampled_from([0, 3])), 41, 0), 0, 1000, Limits())
+    check_side([whole], dst, [dst], data.draw, (data.draw(st.sampled_from([0, 3])), 41, 0), 0, 1000, Limits())
 
 
 def test_the_oracle_sees_a_missing_row_and_a_byte_outside_the_pages():
