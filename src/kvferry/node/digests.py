@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import xxhash
 
+from kvferry.canary import Look, Sums, Windows, add, cells, difference, look, no_sums, small_look, weigh
 from kvferry.ids import PeerId
 from kvferry.layout import list_begin
 from kvferry.layout.deal import I64
 from kvferry.node.batching import MAIN, numbers
 from kvferry.node.memory_reader import check_mapped, read, read_words
 from kvferry.plan import SMALL_BYTES as RECIPE_BYTES
-from kvferry.plan import Route, Size, recipe
+from kvferry.plan import Route, Size
 from kvferry.plan.batch import U64
-from kvferry.plan.canary import Look, Sums, Windows, add, cells, difference, no_sums, weigh
 from kvferry.proto.effects import Chunk, ClaimFacts, Digest, Kind, Prepare, Verify
 from kvferry.wire import Canary
 from kvferry.workers import Workers
@@ -90,13 +90,13 @@ class Looks:
     def _look(self, space: str) -> tuple[Look, int]:
         leg, rows = self.route.leg(space), self.rows.get(space, 0)
         if self.nbytes <= RECIPE_BYTES and not self.full:
-            found = recipe(leg, Size(self.first_token, self.prefix_tokens, self.end_tokens, rows))
+            found = small_look(leg, Size(self.first_token, self.prefix_tokens, self.end_tokens, rows), self.side)
             if found is not None:
-                return found.looks[self.side], found.first_pages[self.side]
+                return found
         lo, hi = leg.extent(self.prefix_tokens, self.end_tokens, rows)
         mine = (leg.src, leg.dst)[self.side]
         first = list_begin(mine, self.first_token, self.end_tokens, rows) // mine.page_tokens
-        return leg.look(lo, hi, self.end_tokens, self.side, full=self.full), first
+        return look(leg, lo, hi, self.end_tokens, self.side, full=self.full), first
 
 
 class Place(NamedTuple):

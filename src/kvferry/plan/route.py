@@ -8,9 +8,9 @@ on both sides are merged into *pieces*; requests add their token runs (see runs)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from kvferry.errors import InputError, LayoutError
 from kvferry.ids import Rank
@@ -19,12 +19,13 @@ from kvferry.layout.deal import can_meet
 from kvferry.layout.elements import ID_BITS, kinds_of
 from kvferry.layout.space import Space
 from kvferry.layout.tensor import Layout
-from kvferry.plan.canary import Look, Marks, look, marks
 from kvferry.plan.overlap import Overlap, common_extent, overlap
 from kvferry.plan.pattern import Pattern, pattern
 from kvferry.plan.pieces import Pieces
 from kvferry.plan.recent import Recent
 from kvferry.plan.table import Table, common, pieces_of
+
+T = TypeVar("T")
 
 Sends = Mapping[str, Sequence[str]] | None
 """Per space the fields that one source sends; None: all that both ranks have."""
@@ -44,10 +45,8 @@ class Leg:
         pieces: what to copy of each token.
         page_pieces: what to copy where a whole page goes to a whole page, instead of the dense pieces that
             aren't linear: there neighbouring heads, fields and layers are contiguous as well.
-        marks: the elements one by one, for the canary.
         table: the elements one by one.
         fields: the common fields, and their numbers in the table's keys.
-        recipes: what small requests of late had in common with later ones of their size.
     """
 
     src: Space
@@ -55,11 +54,10 @@ class Leg:
     pages: tuple[int, int]
     pieces: tuple[Pieces, ...]
     page_pieces: tuple[Pieces, ...]
-    marks: Marks
     table: Table
     fields: Mapping[str, int]
     _overlaps: Recent[Overlap] = field(default_factory=lambda: Recent(4), compare=False, repr=False)
-    recipes: Recent[Any] = field(default_factory=Recent, compare=False, repr=False)
+    _notes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def overlap(self, lo: int, hi: int, num_tokens: int, *, few: bool = False) -> Overlap:
         """The tokens of [lo, hi) that both sides hold, in runs that lie in one page on each side.
@@ -94,9 +92,11 @@ class Leg:
         """Tokens per page at the source and the destination."""
         return self.src.page_tokens, self.dst.page_tokens
 
-    def look(self, lo: int, hi: int, num_tokens: int, side: int, *, full: bool) -> Look:
-        """Where the canary of tokens [lo, hi) looks on one side (0 the source, 1 the destination)."""
-        return look(self.marks, self.overlap(lo, hi, num_tokens), self.page_tokens, side, full=full)
+    def noted(self, name: str, make: Callable[[], T]) -> T:
+        """What somebody once worked out for this leg, kept as long as it."""
+        if name not in self._notes:
+            self._notes[name] = make()
+        return cast("T", self._notes[name])
 
     @property
     def granule(self) -> int:
@@ -217,5 +217,4 @@ def _leg(src: Space, dst: Space, pages: tuple[int, int], table: Table, fields: M
     pieces, page_pieces = pieces_of(table, (src.page_tokens, dst.page_tokens))
     held = set((table.key >> 2 * ID_BITS).tolist())
     fields = {name: number for name, number in fields.items() if number in held}
-    seen = marks(table.key, table.layer, table.base, table.page, table.token, table.nbytes, table.granule)
-    return Leg(src, dst, pages, pieces, page_pieces, seen, table, fields)
+    return Leg(src, dst, pages, pieces, page_pieces, table, fields)

@@ -1,6 +1,6 @@
 """Small requests: all but the page numbers is the same for requests of the same size, and is worked out once.
 
-The general way (runs, batches, the places of a canary) costs some 300 us of numpy calls, however small the request.
+The general way (runs, batches) costs some 300 us of numpy calls, however small the request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import numpy as np
 
 from kvferry.layout.deal import I64, list_begin
 from kvferry.plan.batch import Batch
-from kvferry.plan.canary import Look
 from kvferry.plan.pattern import Pattern
 from kvferry.plan.recent import Recent
 from kvferry.plan.route import Leg, Route
@@ -41,18 +40,16 @@ class Recipe(NamedTuple):
 
     Attributes:
         pattern: the rows without their pages.
-        looks: where the canary looks, at the source and at the destination.
         first_pages: the pages that both sides' lists begin with, counted from the page of slot 0.
     """
 
     pattern: Pattern
-    looks: tuple[Look, Look]
     first_pages: tuple[int, int]
 
 
 def recipe(leg: Leg, size: Size) -> Recipe | None:
     """The recipe of a small request; None where nothing moves. Raises InputError as `runs` does."""
-    known: Recent[Recipe | None] = leg.recipes
+    known: Recent[Recipe | None] = leg.noted("recipes", Recent)
     return known.get(size, lambda: _recipe(leg, size), lambda _: True)
 
 
@@ -63,8 +60,7 @@ def _recipe(leg: Leg, size: Size) -> Recipe | None:
         return None
     begins = (list_begin(leg.src, first_token, end, rows), list_begin(leg.dst, prefix, end, rows))
     src, dst = (begin // tokens for begin, tokens in zip(begins, leg.page_tokens, strict=True))
-    looks = (leg.look(lo, hi, end, 0, full=False).kept(), leg.look(lo, hi, end, 1, full=False).kept())
-    return Recipe(leg.pattern(lo, hi, end), looks, (src, dst))
+    return Recipe(leg.pattern(lo, hi, end), (src, dst))
 
 
 def small_batch(

@@ -129,7 +129,7 @@ class TransferInfo(Message, tag="info", frozen=True):
 
 
 class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Digest of what was sent (see plan.canary).
+    """Digest of what was sent (see kvferry.canary).
 
     Attributes:
         full: of every byte, not of samples.

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.canary import difference, look
 from kvferry.ids import Rank
 from kvferry.layout import (
     All,
@@ -34,7 +35,6 @@ from kvferry.layout import (
 )  # fmt: skip
 from kvferry.node.digests import Place
 from kvferry.plan import Election, Limits, PageList, Part, Size, batches, fan_in, route, runs, small_batch
-from kvferry.plan.canary import difference
 from kvferry.presets import layer_major, page_major
 from kvferry.testing.oracle import Memory, cells, copy_batches, pages_of
 
@@ -243,13 +243,13 @@ def check_canary(path, name, src_pages, dst_pages, request):
     leg = path.leg(name)
     lo, hi = leg.extent(prefix, num_tokens, rows)
     for full in (False, True):
-        looks = [leg.look(lo, hi, num_tokens, side, full=full) for side in (0, 1)]
+        looks = [look(leg, lo, hi, num_tokens, side, full=full) for side in (0, 1)]
         firsts = [
             given.first_slot // tokens for given, tokens in zip((src_pages, dst_pages), leg.page_tokens, strict=True)
         ]
         ours, theirs = (
-            Place(name, look, np.asarray(given.indices, np.int64), first)
-            for look, given, first in zip(looks, (src_pages, dst_pages), firsts, strict=True)
+            Place(name, seen, np.asarray(given.indices, np.int64), first)
+            for seen, given, first in zip(looks, (src_pages, dst_pages), firsts, strict=True)
         )
         sent, landed = ours.sums(full=full), theirs.sums(full=full)
         assert sent.layers.tolist() == landed.layers.tolist()

@@ -19,15 +19,18 @@ import numpy as np
 from kvferry.layout.deal import I64
 from kvferry.plan.batch import U64
 from kvferry.plan.overlap import Overlap
+from kvferry.plan.recent import Recent
+from kvferry.plan.route import Leg
+from kvferry.plan.small import Size, recipe
+from kvferry.plan.table import Table
 
 WINDOW_BYTES = 64
 EVERY_BYTES = 4096
 BLOCK_WINDOWS = 65_536
 
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-_FOLD = np.uint64(0xD6E8FEB86659FD93)
-_HALF = np.uint64(32)
-_WEIGHTS = (np.arange(1, 16, 2, dtype=np.uint64) * _MIX) | np.uint64(1)
+MIX = np.uint64(0x9E3779B97F4A7C15)
+FOLD = np.uint64(0xD6E8FEB86659FD93)
+HALF = np.uint64(32)
 
 
 class Group(NamedTuple):
@@ -66,16 +69,16 @@ class Marks(NamedTuple):
     groups: tuple[Group, ...]
 
 
-def marks(key: I64, layer: I64, base: I64, page: I64, token: I64, nbytes: I64, granule: I64) -> Marks:
-    """Group elements, given their identity, global layer id, places on both sides ([2, K]), lengths and granules."""
-    layers, position = np.unique(layer, return_inverse=True)
-    mixed = _mixed(key)
+def marks(table: Table) -> Marks:
+    """Group the elements of a leg."""
+    layers, position = np.unique(table.layer, return_inverse=True)
+    key = mixed(table.key.view(np.uint64))
     groups = []
-    for size, tokens in np.unique(np.stack([nbytes, granule], axis=1), axis=0).tolist():
-        some = (nbytes == size) & (granule == tokens)
-        spread = (mixed[some] >> _HALF).view(np.int64)
-        bases, pages, granules = (each[:, some] for each in (base, page, token))
-        groups.append(Group(mixed[some].view(np.int64), spread, position[some], bases, pages, granules, size, tokens))
+    for size, tokens in np.unique(np.stack([table.nbytes, table.granule], axis=1), axis=0).tolist():
+        some = (table.nbytes == size) & (table.granule == tokens)
+        spread = (key[some] >> HALF).view(np.int64)
+        bases, pages, granules = (each[:, some] for each in (table.base, table.page, table.token))
+        groups.append(Group(key[some].view(np.int64), spread, position[some], bases, pages, granules, size, tokens))
     return Marks(layers, tuple(groups))
 
 
@@ -115,18 +118,6 @@ class Windows(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.offset)
-
-
-class Sums(NamedTuple):
-    """A digest.
-
-    Attributes:
-        layers: uint64[L] one sum per layer, ascending.
-        pages: uint64[P] one sum per page of the destination that holds a part.
-    """
-
-    layers: U64
-    pages: U64
 
 
 class Look(NamedTuple):
@@ -201,20 +192,41 @@ class _Granules(NamedTuple):
     side: int
 
 
-def look(marks: Marks, found: Overlap, page_tokens: tuple[int, int], side: int, *, full: bool) -> Look:
+def look(leg: Leg, lo: int, hi: int, num_tokens: int, side: int, *, full: bool) -> Look:
     """Choose the windows of a request.
 
     Args:
-        marks: of the leg.
-        found: all tokens that move, cut at pages.
-        page_tokens: of the source and of the destination.
+        leg: of the two ranks' route.
+        lo: first position that moves (see `Leg.extent`).
+        hi: end of the positions.
+        num_tokens: tokens of the request.
         side: 0 for the source, 1 for the destination.
         full: every byte instead of samples.
     """
+    seen: Marks = leg.noted("marks", lambda: marks(leg.table))
+    found, tokens = leg.overlap(lo, hi, num_tokens), leg.page_tokens
     if not len(found.tokens):
-        return Look(marks.layers, 0, 0, ())
-    first, last = (int(slot) // page_tokens[1] for slot in (found.dst_slot.min(), found.dst_slot.max()))
-    return Look(marks.layers, first, last - first + 1, _Blocks(marks.groups, found, page_tokens, side, full))
+        return Look(seen.layers, 0, 0, ())
+    first, last = (int(slot) // tokens[1] for slot in (found.dst_slot.min(), found.dst_slot.max()))
+    return Look(seen.layers, first, last - first + 1, _Blocks(seen.groups, found, tokens, side, full))
+
+
+def small_look(leg: Leg, size: Size, side: int) -> tuple[Look, int] | None:
+    """The windows of a small request, made once for all of its size, and the page that this side's list begins with.
+
+    Returns:
+        None where nothing moves.
+
+    Raises:
+        InputError: the numbers make no request, as in `runs`.
+    """
+    cooked = recipe(leg, size)
+    if cooked is None:
+        return None
+    kept: Recent[Look] = leg.noted("looks", Recent)
+    lo, hi = leg.extent(size.prefix_tokens, size.end_tokens, size.rows)
+    made = kept.get((size, side), lambda: look(leg, lo, hi, size.end_tokens, side, full=False).kept(), lambda _: True)
+    return made, cooked.first_pages[side]
 
 
 class _Part(NamedTuple):
@@ -269,70 +281,10 @@ def _windows(some: Group, part: _Part, every: int, begin: int, granules: _Granul
         columns[3] = columns[3] + block
     shape = (*ordinal.shape, part.blocks) if part.blocks > 1 else ordinal.shape
     at, page, stride, key, layer, there = (np.broadcast_to(column, shape).reshape(-1) for column in columns)
-    return Windows(at, page, stride, part.nbytes, _mixed(key), layer, there)
+    return Windows(at, page, stride, part.nbytes, mixed(key.view(np.uint64)), layer, there)
 
 
-def _mixed(key: I64) -> U64:
-    bits = key.view(np.uint64) * _MIX
-    return np.asarray((bits ^ (bits >> _HALF)) * _FOLD)
-
-
-def weigh(windows: Windows, content: U64) -> U64:
-    """uint64[N]: what each window counts, given its bytes as uint64[N, 8] (shorter ones padded with zeros)."""
-    bits = (content @ _WEIGHTS + windows.key) * _MIX
-    return np.asarray((bits ^ (bits >> _HALF)) * _FOLD)
-
-
-def no_sums(seen: Look) -> Sums:
-    """Where to add up."""
-    return Sums(np.zeros(len(seen.layers), np.uint64), np.zeros(seen.pages, np.uint64))
-
-
-def add(sums: Sums, seen: Look, windows: Windows, values: U64) -> None:
-    """Add what a block of windows counts."""
-    for into, position in ((sums.layers, windows.layer), (sums.pages, windows.there - seen.first_page)):
-        if len(into) == 1:  # of arrays: numbers would complain of an overflow
-            np.add(into, np.add.reduce(values, keepdims=True), out=into)
-        else:
-            np.add.at(into, position, values)
-
-
-def cells(windows: Windows, seen: Look) -> tuple[I64, I64]:
-    """Group windows by (layer, page), for digests that read them one after the other.
-
-    Returns:
-        int64[N] order in which to read, and int64[C + 1] where in that order each cell begins, and the end.
-    """
-    cell = windows.layer * seen.pages + windows.there - seen.first_page
-    order = np.argsort(cell, kind="stable")
-    begins = np.flatnonzero(np.diff(cell[order], prepend=-1))
-    return order, np.append(begins, len(order))
-
-
-def difference(space: str, seen: Look, mine: Sums, theirs: Sums, pages: list[int]) -> str:
-    """Say which layers and pages differ, "" if none does.
-
-    Args:
-        space: name of the space.
-        seen: what was looked at here, on the destination's side.
-        mine: of what landed.
-        theirs: of what was sent.
-        pages: page numbers of the destination, from seen.first_page on.
-    """
-    if len(mine.layers) != len(theirs.layers) or len(mine.pages) != len(theirs.pages):
-        return (
-            f"space {space!r}: the digest of what was sent is of {len(theirs.layers)} layers and {len(theirs.pages)} "
-            f"pages, that of what landed of {len(mine.layers)} and {len(mine.pages)}"
-        )
-    layers = seen.layers[mine.layers != theirs.layers].tolist()
-    numbers = np.flatnonzero(mine.pages != theirs.pages).tolist()
-    if not layers and not numbers:
-        return ""
-    named = [f"{number} (page {pages[number]} of the pool)" for number in numbers]
-    return f"space {space!r}: {_listed('layer', layers)}, {_listed('page', named)} of the request"
-
-
-def _listed(what: str, values: list[int] | list[str]) -> str:
-    shown = ", ".join(str(value) for value in values[:4])
-    more = f" and {len(values) - 4} more" if len(values) > 4 else ""
-    return f"{what}{'s' if len(values) > 1 else ''} {shown}{more}"
+def mixed(bits: U64) -> U64:
+    """uint64[N]: numbers that look random, the same for the same bits."""
+    bits = bits * MIX
+    return np.asarray((bits ^ (bits >> HALF)) * FOLD)
