@@ -420,13 +420,11 @@ class Book:
         """The job is over."""
         del self.jobs[job]
 
-    def changed(self, kind: Kind, number: int) -> None:
+    def changed(self, kind: Kind, room: Offer | Claim) -> None:
         """The room may look different now; said once for what happens at once."""
-        room = self.room(kind, number)
-        if room is not None:
-            effect = Changed(kind, number, room.poll, room.bytes_landed, room.reason)
-            if not self.effects or self.effects[-1] != effect:
-                self.emit(effect)
+        effect = Changed(kind, room.id, room.poll, room.bytes_landed, room.reason)
+        if not self.effects or self.effects[-1] != effect:
+            self.emit(effect)
 
     def bury(self, offer: Offer) -> None:
         """Remember why a room failed, for claims of it that are still to come."""
@@ -488,7 +486,7 @@ class Book:
 
     def _done(self, thing: Offer | Claim) -> int:
         kind = Kind.OFFER if isinstance(thing, Offer) else Kind.CLAIM
-        self.changed(kind, thing.id)
+        self.changed(kind, thing)
         self._flush()
         return thing.id
 

@@ -151,7 +151,7 @@ class Claim:
             self._consider_views()
         if self.state in rules.DRAINS and all(view.quiet for view in self.views.values()):
             fire(CLAIM, self, ClaimEvent.DRAINED)
-        self.book.changed(Kind.CLAIM, self.id)
+        self.book.changed(Kind.CLAIM, self)
 
     def resolved(self, sources: list[Source]) -> None:
         """The sources are known and shook hands; of a claim that has failed meanwhile they hear just that."""

@@ -158,7 +158,7 @@ class Offer:
                 fire(OFFER, self, OfferEvent.COMPLETE)
         elif self.state in rules.DRAINS and not self.outstanding:
             fire(OFFER, self, OfferEvent.DRAINED)
-        self.book.changed(Kind.OFFER, self.id)
+        self.book.changed(Kind.OFFER, self)
 
     def deadlines(self, now: float) -> None:
         """Look at the clocks that run in this state."""

@@ -117,3 +117,18 @@ def test_numbers_out_of_bounds_are_refused(numbers):
     prefix, num_tokens, rows = numbers
     with pytest.raises(InputError, match=f"prefix_tokens {prefix}, num_tokens {num_tokens}, rows {rows}"):
         route(make(), make()).request_bytes(prefix, num_tokens, {"kv": rows})
+
+
+def test_a_route_can_be_narrowed_to_some_fields():
+    whole = route(make(), make(at=1 << 30))
+    assert whole.only(None) is whole
+    assert whole.only({"kv": ("k", "v")}).leg("kv") is whole.leg("kv")
+    keys = whole.only({"kv": ("k",)})
+    assert keys is whole.only({"kv": ("k",)})
+    assert 2 * keys.bytes_per_token("kv") == whole.bytes_per_token("kv")
+    assert whole.request_bytes(0, 4, sends={"kv": ("v",)}) * 2 == whole.request_bytes(0, 4)
+    assert whole.request_bytes(0, 4, sends={}) == 0
+    with pytest.raises(InputError, match="field 'x' is not held by both ranks"):
+        whole.only({"kv": ("k", "x")})
+    with pytest.raises(InputError, match="space 'swa'"):
+        whole.only({"swa": ("k",)})
