@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,19 @@ from rich.text import Text
 
 from kvferry import config as settings
 from kvferry.api import KVClassType, get_kv_class, request_tag
-from kvferry.cli.run_demo import Demo, Outcome
+from kvferry.cli.run_demo import Demo
+from kvferry.cli.verdict import Outcome
 from kvferry.cli.words import count
 from kvferry.engines import find
 from kvferry.errors import ConfigError, InputError
+from kvferry.ids import Side
 from kvferry.obs import Event
+from kvferry.serve.cache_file import Shape
+from kvferry.serve.grids import DEFAULT_GRID, check_grids, rank_names, read_grid, shape_of
 from kvferry.serve.prompt import DEFAULT_PROMPT
+from kvferry.serve.rank import Request, Start
 from kvferry.serve.tokenizer import Tokenizer, load_tokenizer
-from kvferry.serve.weights import find_model, load
-from kvferry.serve.worker import Request, Start
+from kvferry.serve.weights import ModelConfig, find_model, load
 
 MAX_PROMPT_TOKENS = 7000
 SHOWN_CHARACTERS = 60
@@ -33,19 +37,24 @@ SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run: the workers' settings, the request, and the prompt in words."""
+    """What is to be run: the workers' settings, the shape of the logical cache, the request, the prompt in words."""
 
     start: Start
+    shape: Shape
     request: Request
     tokenizer: Tokenizer
     prompt: str
 
 
-def prepare(prompt: str | None, file: Path | None, model: str | None, engine: str, max_new_tokens: int) -> Plan:
+def prepare(
+    prompt: str | None, file: Path | None, model: str | None, engine: str, max_new_tokens: int,
+    prefill: str = DEFAULT_GRID, decode: str = DEFAULT_GRID,
+) -> Plan:  # fmt: skip
     """Check everything that can be wrong before a process is started.
 
     Raises:
-        ConfigError: an unknown or unusable engine, a missing or foreign model file, an empty or too long prompt.
+        ConfigError: an unknown or unusable engine, a missing or foreign model file, an empty or too long prompt, or
+            grids that can't be run.
     """
     settings.load(os.environ)
     engine = find.canonical(engine)
@@ -53,17 +62,18 @@ def prepare(prompt: str | None, file: Path | None, model: str | None, engine: st
     find.load(engine)
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens {max_new_tokens} is below 1")
+    grids = read_grid(prefill, Side.PREFILL), read_grid(decode, Side.DECODE)
     text = _prompt_text(prompt, file)
     path = find_model(model)
     tokenizer = load_tokenizer(path)
-    context = load(path).config.context_tokens
-    if max_new_tokens >= context:
-        raise InputError(f"--max-new-tokens {max_new_tokens}: the model has a context of {context} tokens")
+    config = load(path).config
     tokens = tokenizer.encode_chat([("user", text)])
-    _check_length(len(tokens), context, max_new_tokens)
-    start = Start(model, engine, "", len(tokens) + max_new_tokens, 0)
+    _check_length(len(tokens), config, max_new_tokens)
+    check_grids(shape_of(path.name, config), *grids, len(tokens), config.context_tokens)
+    start = Start(model, engine, len(tokens), len(tokens) + max_new_tokens, prefill, decode)
+    shape = (config.layers, 2, config.kv_heads, len(tokens), config.head_dim)
     request = Request(secrets.randbits(48), request_tag(tokens), len(tokens), max_new_tokens, tokens)
-    return Plan(start, request, tokenizer, text)
+    return Plan(start, shape, request, tokenizer, text)
 
 
 def run(plan: Plan, console: Console) -> Outcome:
@@ -71,21 +81,21 @@ def run(plan: Plan, console: Console) -> Outcome:
     if console.is_terminal and not console.is_dumb_terminal:
         demo, outcome = _run_live(plan, console)
     else:
-        demo = Demo(plan.start, plan.request, print_stage)
+        demo = Demo(plan.start, plan.shape, plan.request, print_stage)
         outcome = demo.run()
     outcome.text = plan.tokenizer.decode(demo.tokens)
     return outcome
 
 
 def _run_live(plan: Plan, console: Console) -> tuple[Demo, Outcome]:
-    view = LiveView(plan.request, plan.tokenizer)
+    view = LiveView(plan)
     with Live(view.render(), console=console, refresh_per_second=10, transient=True) as live:
 
         def show(event: Event) -> None:
             view.take(event)
             live.update(view.render())
 
-        demo = Demo(plan.start, plan.request, show)
+        demo = Demo(plan.start, plan.shape, plan.request, show)
         return demo, demo.run()
 
 
@@ -93,7 +103,7 @@ def stage_of(event: Event) -> str:
     """The stage that a worker enters with this event; empty if it stays in its stage."""
     if event.kind == "stage":
         return str(event.data["text"])
-    return {"handed over": "decoding from its own pages, to compare", "generated": "done"}.get(event.kind, "")
+    return "done" if event.kind == "done" else ""
 
 
 def print_stage(event: Event) -> None:
@@ -106,11 +116,12 @@ def print_stage(event: Event) -> None:
 class LiveView:
     """Stages, bytes and tokens as they come."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        self._request = request
-        self._tokenizer = tokenizer
-        self._stages = {"prefill": "starting", "decode": "starting"}
-        self._tokens: dict[str, list[int]] = {"prefill": [], "decode": []}
+    def __init__(self, plan: Plan) -> None:
+        self._request, self._tokenizer = plan.request, plan.tokenizer
+        names = [rank_names(side, read_grid(text, side)) for side, text in _grids(plan.start)]
+        self._stages = dict.fromkeys([name for side in names for name in side], "starting")
+        self._tokens: dict[str, list[int]] = {name: [] for name in self._stages}
+        self._decoder = names[1][0]
         self._bytes = 0
 
     def take(self, event: Event) -> None:
@@ -119,18 +130,18 @@ class LiveView:
         if event.kind == "token":
             self._tokens[event.source].append(event.data["token"])
         elif event.kind == "received":
-            self._bytes = event.data["kv_bytes"]
+            self._bytes += event.data["kv_bytes"]
 
     def render(self) -> Table:
         """The view as it stands."""
         table = Table.grid(padding=(0, 2))
-        for side, stage in self._stages.items():
-            tokens = len(self._tokens[side])
+        for name, stage in self._stages.items():
+            tokens = len(self._tokens[name])
             progress = f"{tokens} of {self._request.max_new_tokens} tokens" if tokens else ""
-            table.add_row(Text(side, "bold"), stage, progress)
+            table.add_row(Text(name, "bold"), stage, progress)
         moved = f"{self._bytes:,} bytes of KV cache" if self._bytes else f"{self._request.num_tokens} prompt tokens"
         table.add_row(Text("handed over", "bold"), moved, "")
-        table.add_row(Text("text", "bold"), Text(self._tokenizer.decode(self._tokens["decode"])), "")
+        table.add_row(Text("text", "bold"), Text(self._tokenizer.decode(self._tokens[self._decoder])), "")
         return table
 
 
@@ -141,11 +152,12 @@ def summary(outcome: Outcome, plan: Plan, total_s: float) -> Table:
     rows: dict[str, Text | str] = {
         "prompt": Text(f"{count(plan.request.num_tokens, 'token')}: {_ending(plan.prompt)}"),
         "text": Text(outcome.text),
+        **_grid_rows(outcome),
         "engine": outcome.engine,
         "KV cache": f"{outcome.kv_bytes:,} bytes in {outcome.transfer_s * 1e3:.2f} ms, {speed}",
         "first token": f"{outcome.ttft_s:.2f} s after the request",
-        "total": f"{total_s:.2f} s, with the start of both workers",
-        "KV bytes": _verdict(outcome.kv_bytes_equal, "on both sides, per layer, page and head"),
+        "total": f"{total_s:.2f} s, with the start of {_workers(outcome)}",
+        "KV bytes": _verdict(outcome.kv_bytes_equal, "on both sides, every byte compared"),
         "tokens": _verdict(outcome.tokens_equal, "to those of one process that decodes from the same bytes"),
         "logits": _verdict(outcome.logits_equal, "to the last bit"),
     }
@@ -156,8 +168,30 @@ def summary(outcome: Outcome, plan: Plan, total_s: float) -> Table:
 
 def as_json(outcome: Outcome) -> str:
     """The object of `--json`."""
-    fields: dict[str, Any] = {name: getattr(outcome, name) for name in outcome.__dataclass_fields__}
-    return msgspec.json.encode(fields).decode()
+    shown: dict[str, Any] = {
+        each.name: getattr(outcome, each.name) for each in fields(outcome) if each.metadata.get("in_json", True)
+    }
+    return msgspec.json.encode(shown).decode()
+
+
+def _grids(start: Start) -> tuple[tuple[Side, str], tuple[Side, str]]:
+    return (Side.PREFILL, start.prefill), (Side.DECODE, start.decode)
+
+
+def _grid_rows(outcome: Outcome) -> dict[str, Text | str]:
+    """Both grids, unless both are the default."""
+    grids = {"prefill": outcome.prefill, "decode": outcome.decode}
+    if set(grids.values()) == {DEFAULT_GRID}:
+        return {}
+    return {
+        side: Text(f"{count(ranks, 'rank')}: {text}")
+        for (side, text), ranks in zip(grids.items(), outcome.ranks, strict=True)
+    }
+
+
+def _workers(outcome: Outcome) -> str:
+    workers = sum(outcome.ranks)
+    return "both workers" if workers == 2 else f"all {workers} workers"
 
 
 def _verdict(equal: bool, what: str) -> Text:
@@ -169,7 +203,10 @@ def _ending(prompt: str) -> str:
     return line if len(line) <= SHOWN_CHARACTERS else f"...{line[-SHOWN_CHARACTERS:]}"
 
 
-def _check_length(tokens: int, context: int, max_new_tokens: int) -> None:
+def _check_length(tokens: int, config: ModelConfig, max_new_tokens: int) -> None:
+    context = config.context_tokens
+    if max_new_tokens >= context:
+        raise InputError(f"--max-new-tokens {max_new_tokens}: the model has a context of {context} tokens")
     room = context - max_new_tokens
     if tokens > room and room < MAX_PROMPT_TOKENS:
         helps = tokens < context and tokens <= MAX_PROMPT_TOKENS

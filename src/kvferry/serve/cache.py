@@ -1,4 +1,4 @@
-"""A paged KV cache in host memory: the block that the transfer engine registers, and its page allocator.
+"""A paged KV cache in host memory, which the model computes in, and its page allocator.
 
 The block is page-major, [page][layer][k|v][KV head][token][dim]: a page is one run of bytes, and so are the
 keys of one head of one layer on it. Layers and heads are named by their number in the whole model, so that a
@@ -7,7 +7,6 @@ rank that holds a slice of the model is read and compared like one that holds al
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 from typing import Any, Literal
 
@@ -15,12 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InputError
-from kvferry.pool import allocate_pool
 
 F32 = npt.NDArray[np.float32]
 Pages = npt.NDArray[np.int32]
 Memory = bytearray | memoryview | mmap.mmap | npt.NDArray[Any]
-DigestKey = tuple[int, int, int]
 
 
 class PagedCache:
@@ -46,7 +43,7 @@ class PagedCache:
         memory: Memory | None = None,
         seed: int = 0,
     ) -> None:
-        """Lay the block over `memory`, or over new memory on huge pages where the system gives them.
+        """Lay the block over `memory`, or over new memory, which is taken as it is used.
 
         Args:
             layers: consecutive layer numbers.
@@ -60,7 +57,6 @@ class PagedCache:
 
         Raises:
             InputError: a size is not positive, a range has gaps, or the memory is read-only or too small.
-            PoolError: there is not so much memory.
         """
         shape = (num_pages, len(layers), 2, len(heads), page_tokens, head_dim)
         if min(shape) < 1 or layers.step != 1 or heads.step != 1:
@@ -69,23 +65,13 @@ class PagedCache:
                 f"head_dim {head_dim}: every size must be positive, layers and heads consecutive"
             )
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        raw = _new_memory(nbytes) if memory is None else _given_memory(memory, nbytes)
+        raw = np.zeros(nbytes, np.uint8) if memory is None else _given_memory(memory, nbytes)
         self.block: npt.NDArray[Any] = raw.view(dtype).reshape(shape)
         self.layers, self.heads = layers, heads
         self.num_pages, self.page_tokens = num_pages, page_tokens
         self._is_free = np.ones(num_pages, bool)
         # real pools are fragmented after minutes; a fresh one in order would hide what scattered pages show
         self._free = list(np.random.default_rng(seed).permutation(num_pages).astype(np.int32))
-
-    @property
-    def address(self) -> int:
-        """Address of the block, for registration."""
-        return int(self.block.ctypes.data)
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the block, for registration."""
-        return self.block.nbytes
 
     @property
     def num_free_pages(self) -> int:
@@ -127,14 +113,14 @@ class PagedCache:
         self._is_free[pages] = True
         self._free.extend(pages)
 
-    def write(self, layer: int, pages: Pages, start_token: int, k: F32, v: F32) -> None:
+    def write(self, layer: int, pages: Pages, start_token: int, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None:
         """Store the keys and values of consecutive tokens of one request, rounded to the cache's dtype.
 
         Args:
             layer: number of the layer in the model.
             pages: int[P], the request's pages in logical order.
             start_token: position in the request of the first token.
-            k: float32[KV heads, tokens, head_dim].
+            k: [KV heads, tokens, head_dim], float32 or the cache's dtype.
             v: the same.
 
         Raises:
@@ -160,40 +146,29 @@ class PagedCache:
         k, v = self._in_order(by_page, num_tokens)
         return k, v
 
-    def digests(
-        self,
-        pages: Pages,
-        num_tokens: int,
-        *,
-        layers: range | None = None,
-        heads: range | None = None,
-        unit_tokens: int = 16,
-    ) -> dict[DigestKey, bytes]:
-        """Digest what is stored of a request, so that two caches can be compared whatever their layouts.
+    def read(self, pages: Pages, num_tokens: int) -> npt.NDArray[Any]:
+        """Copy what is stored of a request's first tokens, as it is stored.
+
+        Returns:
+            dtype[layers, 2, KV heads, num_tokens, head_dim], whatever pages it lies on.
+
+        Raises:
+            InputError: a page does not exist, or the pages end before the tokens.
+        """
+        return np.stack([self._in_order(self._stored(layer, pages, num_tokens), num_tokens) for layer in self.layers])
+
+    def fill(self, pages: Pages, values: npt.NDArray[Any]) -> None:
+        """Store a request's first tokens, from what `read` of another cache gave.
 
         Args:
             pages: int[P], the request's pages in logical order.
-            num_tokens: valid tokens; what follows them on the last page is left out.
-            layers: the layers to digest; None: all that are held here.
-            heads: the KV heads to digest; None: all that are held here.
-            unit_tokens: length of a logical page, which need not be this cache's page size.
-
-        Returns:
-            (layer, logical page, KV head) to the digest of its k bytes and then v bytes, in token order.
+            values: dtype[layers, 2, KV heads, tokens, head_dim], of this cache's dtype, layers and heads.
 
         Raises:
-            InputError: a layer or head is not held here, a page does not exist, or the pages are too few.
+            InputError: as for `write`.
         """
-        found: dict[DigestKey, bytes] = {}
-        for layer in self.layers if layers is None else layers:
-            stored = self._in_order(self._stored(layer, pages, num_tokens), num_tokens)
-            for head in self.heads if heads is None else heads:
-                if head not in self.heads:
-                    raise InputError(f"KV head {head} is not in this cache, which holds {self.heads}")
-                values = stored[:, head - self.heads.start]
-                for unit, first in enumerate(range(0, num_tokens, unit_tokens)):
-                    found[layer, unit, head] = _digest(values[:, first : first + unit_tokens])
-        return found
+        for layer, (k, v) in zip(self.layers, values, strict=True):
+            self.write(layer, pages, 0, k, v)
 
     def _stored(self, layer: int, pages: Pages, num_tokens: int) -> npt.NDArray[Any]:
         """dtype[2, KV heads, P, page_tokens, head_dim], the pages that hold the first tokens, copied."""
@@ -223,14 +198,6 @@ class PagedCache:
             raise InputError(
                 f"KV pages {int(pages.min())} to {int(pages.max())} named, this cache has {self.num_pages}"
             )
-
-
-def _digest(values: npt.NDArray[Any]) -> bytes:
-    return hashlib.blake2b(values.tobytes(), digest_size=16).digest()
-
-
-def _new_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    return allocate_pool(nbytes).array
 
 
 def _given_memory(memory: Memory, nbytes: int) -> npt.NDArray[np.uint8]:

@@ -9,7 +9,7 @@ from kvferry.cli.words import count
 @pytest.mark.parametrize(
     ("command", "names"),
     [
-        ("demo", {"--prompt", "--file", "--model", "--engine", "--max-new-tokens", "--json"}),
+        ("demo", {"--prompt", "--file", "--model", "--engine", "--max-new-tokens", "--prefill", "--decode", "--json"}),
         ("bootstrap", {"--host", "--port", "--insecure"}),
         ("engines", {"--json"}),
         ("simulate", {"--rooms", "--seed", "--json"}),
