@@ -25,7 +25,7 @@ from kvferry.errors import ConfigError, InputError
 from kvferry.ids import Side
 from kvferry.obs import Event
 from kvferry.serve.cache_file import Shape
-from kvferry.serve.grids import DEFAULT_GRID, check_grids, rank_names, read_grid, shape_of
+from kvferry.serve.grids import DEFAULT_GRID, check_grids, check_memory, rank_names, read_grid, shape_of
 from kvferry.serve.prompt import DEFAULT_PROMPT
 from kvferry.serve.rank import Request, Start
 from kvferry.serve.tokenizer import Tokenizer, load_tokenizer
@@ -69,6 +69,7 @@ def prepare(
     config = load(path).config
     tokens = tokenizer.encode_chat([("user", text)])
     _check_length(len(tokens), config, max_new_tokens)
+    check_memory(config, grids[0], len(tokens))
     check_grids(shape_of(path.name, config), *grids, len(tokens), config.context_tokens)
     start = Start(model, engine, len(tokens), len(tokens) + max_new_tokens, prefill, decode)
     shape = (config.layers, 2, config.kv_heads, len(tokens), config.head_dim)

