@@ -66,6 +66,17 @@ COMMANDS = {
     "no tokens": ("demo --max-new-tokens 0", "--max-new-tokens 0 is below 1"),
     "more tokens than the context": ("demo --max-new-tokens 99999999999999", "has a context of 8192 tokens"),
     "tokens that are no number": ("demo --max-new-tokens some", 'unable to convert "some"'),
+    "a grid with an unknown key": (
+        "demo --prefill pge=2",
+        r"--prefill: 'pge=2': 'pge=2' is not known .did you mean page",
+    ),
+    "a grid that does not fit the model": ("demo --decode stages=1/2,pp=2", "--decode: stages=1/2: .*30 layers"),
+    "DP groups": ("demo --decode dp=2", "--decode: dp=2, but the demo has one request"),
+    "too many ranks": ("demo --prefill tp=5,pp=5", "25 prefill and 1 decode ranks: .* at most 24"),
+    "grids that do not fit together": (
+        "demo --decode dtype=bfloat16",
+        "do not fit together: dtype: prefill has 'float16', decode has 'bfloat16'; use the same",
+    ),
     "a port in use": ("bootstrap --port {port}", r"127\.0\.0\.1:{port} can't be bound: the port is in use"),
     "a port that is no number": ("bootstrap --port http", 'unable to convert "http"'),
     "a port that does not exist": ("bootstrap --port 65536", "port 65536 is not within 0 and 65535"),
