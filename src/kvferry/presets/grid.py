@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from kvferry.ids import Rank
 from kvferry.layout import Cyclic, Deal, Field, Layout, Ranges, Rows, Slot, Space, Tensor
 from kvferry.presets.arrange import INNER, Piece, arranged, dtype_bytes
 from kvferry.presets.caches import stacked
+from kvferry.presets.engine_caches import ENGINE_CACHES
 from kvferry.presets.model import Block, Item, ModelShape
 
 OUTER: dict[str, tuple[str, ...]] = {
@@ -19,12 +20,12 @@ OUTER: dict[str, tuple[str, ...]] = {
     "block": ("layer", "page", "piece"),
     "page": ("page", "layer", "piece"),
 }
-"""The outer axes of what is kept per token, by arrangement. Sources: "layer" is SGLang's token-to-KV pools (all K
-layers, then all V layers), "block" vLLM's blocks (a tensor per layer, K and V of a block side by side), "page" is one
-run per page of all layers."""
+"""The outer axes of what is kept per token, by arrangement: "layer" is all K layers, then all V layers, "block" a
+tensor per layer with K and V of a block side by side, "page" one run per page of all layers. See engine_caches for who
+has which."""
 
 STATE = ("layer", "page", "piece", "head", "token")
-"""Axes of what is kept per page or request: SGLang's Mamba pool has a tensor per layer, [slot][groups side by side]."""
+"""Axes of what is kept per page or request: a tensor per layer, [slot][groups side by side][heads of the group]."""
 
 DEALS = ("contiguous", "zigzag", "page", "token")
 
@@ -47,6 +48,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             cp) or "token" (token i to rank i % cp).
         stages: layers of each pipeline stage, "12/18"; "" splits evenly, the first ones get one more.
         dtype: dtype of the cache; "" is the model's.
+        draft: whether it holds the model's draft layers.
     """
 
     dp: int = 1
@@ -60,6 +62,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     deal: str = "contiguous"
     stages: str = ""
     dtype: str = ""
+    draft: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dp", "pp", "cp", "dcp", "tp", "page"):
@@ -72,6 +75,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(
                 f"cp={self.cp} and dcp={self.dcp} were both given", hint="dcp=N is cp=N,deal=token: give one of them"
             )
+        if self.dcp > 1 and self.deal not in {DEALS[0], "token"}:
+            raise InputError(f"dcp={self.dcp} and deal={self.deal} were both given", hint="dcp=N is cp=N,deal=token")
         if self.size * self.dp > _MOST_RANKS:
             raise InputError(f"{self.size * self.dp} ranks are more than {_MOST_RANKS}")
 
@@ -87,26 +92,46 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_grid(text: str) -> Grid:
-    """Read "tp=4,pp=2,page=64"; an empty text is one rank.
+    """Read "tp=4,pp=2,page=64"; an empty text is one rank. "cache=sglang" is the arrangement of that engine.
 
     Raises:
         InputError: an unknown key (the nearest known one is named), a value of another type or out of range.
     """
     types = {field.name: field.type for field in msgspec.structs.fields(Grid)}
     values: dict[str, object] = {}
+    for name, value in _words(text, [*types, "cache"]):
+        read = _engine_cache(text, value) if name == "cache" else {name: _converted(text, name, value, types[name])}
+        if twice := sorted(values.keys() & read.keys()):
+            raise InputError(f"{text!r}: {twice[0]} is given twice", hint="cache=... stands for arrange and order")
+        values |= read
+    return Grid(**values)  # type: ignore[arg-type]  # each was converted to its field's type
+
+
+def _words(text: str, known: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The name=value pairs of a grid."""
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, is_pair, value = (part.strip() for part in word.partition("="))
-        if not is_pair or name not in types:
-            near = difflib.get_close_matches(name, types, n=1)
-            hint = f"did you mean {near[0]}?" if near and near[0] != name else f"name=value of {', '.join(types)}"
+        name = name.lower()
+        if not is_pair or name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near and near[0] != name else f"name=value of {', '.join(known)}"
             raise InputError(f"{text!r}: {word!r} is not known", hint=hint)
-        if name in values:
-            raise InputError(f"{text!r}: {name} is given twice")
-        try:
-            values[name] = msgspec.convert(value.lower(), types[name], strict=False)
-        except msgspec.ValidationError:
-            raise InputError(f"{text!r}: {name}={value} is no whole number") from None
-    return Grid(**values)  # type: ignore[arg-type]  # each was converted to its field's type
+        yield name, value.lower()
+
+
+def _converted(text: str, name: str, value: str, kind: type) -> object:
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError:
+        wanted = "0 or 1" if kind is bool else "a whole number"
+        raise InputError(f"{text!r}: {name}={value} is not {wanted}") from None
+
+
+def _engine_cache(text: str, name: str) -> dict[str, object]:
+    """The arrangement of an engine."""
+    if name not in ENGINE_CACHES:
+        raise InputError(f"{text!r}: cache={name} is not known", hint=f"one of {', '.join(ENGINE_CACHES)}")
+    return {"arrange": ENGINE_CACHES[name].arrange, "order": ENGINE_CACHES[name].order}
 
 
 def deal_of(grid: Grid, rank: int) -> Deal:
@@ -170,9 +195,10 @@ def layout_of(model: ModelShape, grid: Grid, rank: Rank, pages: int) -> Layout:
     stage = stage_layers(grid, model.layers)[rank.pp]
     spaces: dict[str, Space] = {}
     blocks: list[list[Tensor]] = []
-    for block in model.blocks:
+    for block in _held(model, grid):
         spaces.setdefault(block.space, _space(block, grid, rank))
-        layers = [layer for layer in block.layers if layer in stage]
+        is_here = block.optional and rank.pp == grid.pp - 1
+        layers = [layer for layer in block.layers if is_here or layer in stage]
         if layers:
             blocks.append(_tensors(model, block, grid, rank, layers, pages))
     dtype = grid.dtype or model.dtype
@@ -183,6 +209,13 @@ def layout_of(model: ModelShape, grid: Grid, rank: Rank, pages: int) -> Layout:
 def layouts_of(model: ModelShape, grid: Grid, pages: int, dp: int = 0) -> list[Layout]:
     """The layouts of all ranks of one DP group; arguments and errors as of `layout_of`."""
     return [layout_of(model, grid, rank, pages) for rank in grid.ranks(dp)]
+
+
+def _held(model: ModelShape, grid: Grid) -> list[Block]:
+    """The blocks that this side holds."""
+    if grid.draft and not any(block.optional for block in model.blocks):
+        raise InputError(f"draft=1: {model.name} has no draft layers", hint="leave draft=1 away")
+    return [block for block in model.blocks if grid.draft or not block.optional]
 
 
 def _space(block: Block, grid: Grid, rank: Rank) -> Space:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from kvferry.layout import All, Coverage
+from kvferry.layout import All, Coverage, Window
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class Block(msgspec.Struct, frozen=True):
         items: the fields, in storage order.
         coverage: which part of a request is kept.
         per: what one element of the fields covers.
-        optional: whether decode may hold it although prefill does not (draft layers).
+        optional: draft layers: a grid with draft=1 holds them, on the last pipeline stage.
     """
 
     space: str
@@ -64,13 +64,14 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def layers(self) -> int:
-        """Layers, draft layers included."""
-        return 1 + max(layer for block in self.blocks for layer in block.layers)
+        """Layers that pipeline stages share out: all but the draft layers."""
+        return 1 + max(layer for block in self.blocks if not block.optional for layer in block.layers)
 
     @property
     def kv_heads(self) -> int:
-        """The most KV heads of a field that is kept per token."""
-        return max((item.heads for block in self.blocks if block.per == "token" for item in block.items), default=0)
+        """The most heads of what is kept of tokens; recurrent state has heads of its own."""
+        kept = [block for block in self.blocks if isinstance(block.coverage, All | Window)]
+        return max((item.heads for block in kept for item in block.items), default=0)
 
 
 def attention(name: str, *, layers: int, kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> ModelShape:
