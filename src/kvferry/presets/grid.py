@@ -231,7 +231,8 @@ def _tensors(
     dtype = grid.dtype or model.dtype
     pieces = [_piece(item, block, item.dtype or dtype, page_tokens, grid.tp, rank.tp) for item in block.items]
     axes = (*OUTER[grid.arrange], *INNER[grid.order]) if block.per == "token" else STATE
-    return arranged(block.space, axes, pieces, layers, pages, page_tokens)
+    tensors = arranged(block.space, axes, pieces, layers, pages, page_tokens)
+    return [msgspec.structs.replace(tensor, optional=block.optional) for tensor in tensors]
 
 
 def _piece(item: Item, block: Block, dtype: str, page_tokens: int, tp: int, rank: int) -> Piece:

@@ -34,7 +34,7 @@ class Block(msgspec.Struct, frozen=True):
         items: the fields, in storage order.
         coverage: which part of a request is kept.
         per: what one element of the fields covers.
-        optional: draft layers: a grid with draft=1 holds them, on the last pipeline stage.
+        optional: draft layers: a grid with draft=1 holds them, on the last pipeline stage; prefill may lack them.
     """
 
     space: str
