@@ -29,8 +29,10 @@ def place(array, *index):
 
 
 def made(model, words, rank, buffers):
+    """A bound layout; of one buffer for all tensors, or one (an array, or its address and bytes) for each."""
     grid = parse_grid(f"{words},page={PAGE}")
-    layout = bind(layout_of(model, grid, grid.ranks()[rank], PAGES), [(b.ctypes.data, b.nbytes) for b in buffers])
+    places = [(b.ctypes.data, b.nbytes) if isinstance(b, np.ndarray) else b for b in buffers]
+    layout = bind(layout_of(model, grid, grid.ranks()[rank], PAGES), places)
     validate(layout, "prefill", bound=True)
     return layout
 
@@ -86,15 +88,20 @@ def test_sglang_hybrid_pools_hold_state_per_slot_with_the_groups_of_the_convolut
             assert address(layout, layer, "temporal", 13, slot, 0) == place(temporal, index, slot, 1)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("cache", ["vllm-nhd", "vllm-hnd"])
-def test_vllm_blocks_hold_k_and_v_side_by_side(cache):
+def test_vllm_blocks_hold_k_and_v_side_by_side(cache, apart):
+    """Layers in one storage, or allocated one by one: then V's tensor of a layer begins behind K's first block."""
     inner = (PAGE, 2) if cache == "vllm-nhd" else (2, PAGE)
-    kv_cache = np.zeros((3, PAGES, 2, *inner, 8), np.uint16)
-    layout = made(SMALL, f"tp=2,cache={cache}", 1, [kv_cache])
+    shape = (PAGES, 2, *inner, 8)
+    whole = np.zeros((3, *shape), np.uint16)
+    layers = [np.zeros(shape, np.uint16) for _ in range(3)] if apart else list(whole)
+    values = [(place(layer, 0, 1), layer.nbytes - layer[0, 0].nbytes) for layer in layers]
+    layout = made(SMALL, f"tp=2,cache={cache}", 1, [*layers, *values] if apart else [whole])
     for layer, head, page, token in ELEMENTS:
         at = (token, head - 2) if cache == "vllm-nhd" else (head - 2, token)
-        assert address(layout, layer, "k", head, page, token) == place(kv_cache, layer, page, 0, *at)
-        assert address(layout, layer, "v", head, page, token) == place(kv_cache, layer, page, 1, *at)
+        assert address(layout, layer, "k", head, page, token) == place(layers[layer], page, 0, *at)
+        assert address(layout, layer, "v", head, page, token) == place(layers[layer], page, 1, *at)
 
 
 @pytest.mark.parametrize("name", ENGINE_CACHES)
