@@ -36,7 +36,7 @@ def own_signals():
 
 
 COMMANDS = {
-    "an unknown command": ("nonsense", 'Unknown command "nonsense".*demo, bootstrap, engines, simulate'),
+    "an unknown command": ("nonsense", 'Unknown command "nonsense".*demo, bootstrap, engines, explain, simulate'),
     "an unknown option": ("demo --enginee local", "Unknown option: --enginee. Did you mean --engine"),
     "one word too many": ("demo now", r"unexpected argument 'now' \(only options are taken"),
     "two words too many": ("demo right now", "unexpected arguments 'right', 'now'"),

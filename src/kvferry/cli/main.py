@@ -122,6 +122,47 @@ def engines(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
 
 
 @app.command
+def explain(
+    *, model: str, tokens: int = 8192, prefill: str = "", decode: str = "", decode_model: str | None = None,
+    prefix: int = 0, room: int = 0, svg: Path | None = None, json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:  # fmt: skip
+    """Show who sends what to whom for one request, as the planner plans it: layers, heads, tokens, bytes and rows.
+
+    A side is words like tp=4,pp=2,page=64: dp, pp, cp, dcp, tp (ranks), page (tokens), order (nhd, hnd), arrange
+    (layer, block, page) or cache (sglang, vllm-nhd, vllm-hnd), deal (contiguous, zigzag, page, token), stages (12/18),
+    dtype, draft (1: with draft layers). Nothing is allocated. Exits with 1, and says why, where the sides do not fit.
+
+    Args:
+        model: The model, e.g. llama-3.1-70b, deepseek-r1, gpt-oss-120b; a wrong name gets the known ones.
+        tokens: Tokens of the request.
+        prefill: How prefill splits the model, e.g. tp=8; one rank by default.
+        decode: How decode splits it, e.g. tp=2,page=64.
+        decode_model: The model of the decode side, if it is another one.
+        prefix: Tokens that the decode side already has.
+        room: The room's number: where several prefill ranks hold the same it decides which of them sends.
+        svg: Write a picture to this file (needs the extra: pip install 'kvferry[plots]').
+        json: Print one JSON object.
+    """
+    from kvferry.cli import explain as view
+    from kvferry.cli import explained, picture
+
+    ask = view.prepare(model, decode_model, prefill, decode, tokens, prefix, room)
+    if svg is not None:
+        picture.check()
+    found = explained.explain(ask)
+    if json:
+        print(view.as_json(found, ask))
+    if not found.fits:
+        print(f"kvferry: these two sides do not fit: {found.refusal}", file=sys.stderr)
+        return 1
+    if svg is not None:
+        picture.write(found, ask, svg)
+    if not json:
+        view.console().print(*view.tables(found, ask), sep="\n")
+    return 0
+
+
+@app.command
 def simulate(*, rooms: int = 2000, seed: int = 0, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     """Play random rooms through the room protocol, with losses, kills and held writes; exits with 1 on a violation.
 

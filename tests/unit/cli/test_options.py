@@ -12,6 +12,10 @@ from kvferry.cli.words import count
         ("demo", {"--prompt", "--file", "--model", "--engine", "--max-new-tokens", "--prefill", "--decode", "--json"}),
         ("bootstrap", {"--host", "--port", "--insecure"}),
         ("engines", {"--json"}),
+        (
+            "explain",
+            {"--model", "--tokens", "--prefill", "--decode", "--decode-model", "--prefix", "--room", "--svg", "--json"},
+        ),
         ("simulate", {"--rooms", "--seed", "--json"}),
     ],
 )
