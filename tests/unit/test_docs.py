@@ -1,5 +1,11 @@
 import pathlib
+import re
 import runpy
+
+import pytest
+
+from kvferry.cli.main import main
+from kvferry.presets import MODELS, Grid
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -11,3 +17,34 @@ def test_the_room_tables_in_the_docs_are_those_of_the_code():
 
 def test_the_readme_shows_real_output():
     assert "DEMO_OUTPUT" not in (ROOT / "README.md").read_text()
+
+
+EXPLAIN = (ROOT / "docs/explain.md").read_text()
+EXAMPLES = re.findall(r"```console\n\$ kvferry (explain .*)\n([^`]*)```", EXPLAIN)
+
+
+def lines(text):
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("command", "output"), EXAMPLES)
+def test_the_examples_of_explain_are_what_it_prints(command, output, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    code = main(command.split())
+    captured = capsys.readouterr()
+    assert lines(captured.out + captured.err) == lines(output)
+    assert code == (1 if "do not fit" in output else 0)
+
+
+def test_there_are_examples_and_a_picture_of_the_first():
+    assert len(EXAMPLES) == 2
+    bytes_sent = re.search(r"([0-9,]+) bytes in ([0-9,]+) rows", EXAMPLES[0][1])
+    assert f"{bytes_sent[1]} bytes in {bytes_sent[2]} rows" in (ROOT / "docs/explain.svg").read_text()
+
+
+def test_the_page_on_explain_names_all_models_and_words():
+    for model in MODELS.values():
+        assert f"| `{model.name}` | {model.layers} |" in EXPLAIN
+        assert f"| {model.source} |" in EXPLAIN
+    for word in Grid.__struct_fields__:
+        assert f"`{word}=" in EXPLAIN, word
