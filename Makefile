@@ -30,7 +30,7 @@ docs: $(VENV)/.dev-installed
 	$(BIN)/python tools/room_tables.py > docs/room-tables.md
 
 nightly: $(VENV)/.dev-installed
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not reference" --timeout 3600 tests/unit/plan
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not reference" --timeout 7200 -o faulthandler_timeout=0 tests/unit/plan
 	$(BIN)/kvferry simulate --rooms 200000 --seed 1000000 --json
 
 # the reference model against an independent implementation of the same weights; a virtual environment of its own
