@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvferry.layout.deal import canonical, segments
 from kvferry.layout.elements import I64, elements, in_space, kinds_of, label, layers_of
-from kvferry.layout.space import Deal, Space
+from kvferry.layout.space import Deal, Rows, Space
 from kvferry.layout.tensor import Field, Layout
 
 _PROBE_TOKENS = 1 << 16
@@ -82,6 +82,9 @@ def _differences(src: Layout, dst: Layout) -> Iterator[str]:
     for name in common:
         if (a := src_spaces[name].coverage) != (b := dst_spaces[name].coverage):
             yield f"coverage of space {name!r}: prefill has {a}, decode has {b}; declare one"
+        p, q = src_spaces[name].page_tokens, dst_spaces[name].page_tokens
+        if isinstance(a, Rows) and p != q:
+            yield f"rows of space {name!r}: prefill's are of {p} tokens, decode's of {q}; use the same page size"
     src_fields, dst_fields = _fields(src), _fields(dst)
     for (space, field), shape in src_fields.items():
         other = dst_fields.get((space, field), shape)

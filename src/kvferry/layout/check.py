@@ -104,10 +104,10 @@ def _check_space(where: str, space: Space) -> None:
     deal = space.deal
     if isinstance(deal, Ranges) and len(set(deal.owned)) < len(deal.owned):
         _fail(where, f"owned parts repeat: {deal.owned}", "name each part once")
-    single = isinstance(space.coverage, (Slot, Rows))
-    if single and (space.page_tokens, canonical(deal)) != (1, Cyclic()):
+    whole = isinstance(space.coverage, (Slot, Rows))
+    if (whole and canonical(deal) != Cyclic()) or (isinstance(space.coverage, Slot) and space.page_tokens != 1):
         what = f"coverage {type(space.coverage).__name__} with page_tokens {space.page_tokens} and deal {deal}"
-        _fail(where, what, "slots and rows have pages of 1 and are not dealt out: use Cyclic()")
+        _fail(where, what, "slots have pages of 1, and neither they nor rows are dealt out: use Cyclic()")
 
 
 def _space_bounds(space: Space) -> Iterator[_Bound]:

@@ -67,7 +67,7 @@ def extent(space: Space, prefix_tokens: int, num_tokens: int, rows: int = 0) -> 
     if isinstance(coverage, Slot):
         return 0, 1
     if isinstance(coverage, Rows):
-        return 0, rows
+        return 0, rows * space.page_tokens
     lo = prefix_tokens
     if isinstance(coverage, Window):
         kept = max(num_tokens - coverage.tokens, 0)

@@ -53,7 +53,10 @@ class Slot(msgspec.Struct, frozen=True, tag="slot"):
 
 
 class Rows(msgspec.Struct, frozen=True, tag="rows"):
-    """The caller's row list, row i to row i; page_tokens is 1."""
+    """The caller's list of rows, row i to row i, whatever tokens they stand for.
+
+    A page is a row; its tokens are whatever a row is made of, the same number on both sides.
+    """
 
 
 Coverage = All | Window | Slot | Rows

@@ -34,9 +34,9 @@ def common_extent(src: Space, dst: Space, prefix_tokens: int, num_tokens: int, r
     Raises:
         InputError: not 0 <= prefix_tokens <= num_tokens, or a number is out of bounds.
     """
-    if not 0 <= prefix_tokens <= num_tokens <= MAX_TOKENS or not 0 <= rows <= MAX_TOKENS:
+    if not 0 <= prefix_tokens <= num_tokens <= MAX_TOKENS or not 0 <= rows * dst.page_tokens <= MAX_TOKENS:
         what = f"space {dst.name!r}: prefix_tokens {prefix_tokens}, num_tokens {num_tokens}, rows {rows}"
-        raise InputError(what, hint=f"0 <= prefix_tokens <= num_tokens <= {MAX_TOKENS}, the same for rows")
+        raise InputError(what, hint=f"0 <= prefix_tokens <= num_tokens <= {MAX_TOKENS}, and rows of as many tokens")
     (src_lo, src_hi), (dst_lo, dst_hi) = (extent(side, prefix_tokens, num_tokens, rows) for side in (src, dst))
     return max(src_lo, dst_lo), min(src_hi, dst_hi)
 

@@ -54,7 +54,7 @@ def covered_positions(space: Space, prefix_tokens: int, num_tokens: int, rows: i
     if isinstance(coverage, Slot):
         return [0]
     if isinstance(coverage, Rows):
-        return list(range(rows))
+        return list(range(rows * space.page_tokens))
     first = 0
     if isinstance(coverage, Window):
         while first + space.page_tokens <= num_tokens - coverage.tokens:
@@ -65,7 +65,8 @@ def covered_positions(space: Space, prefix_tokens: int, num_tokens: int, rows: i
 def slots_of(space: Space, prefix_tokens: int, num_tokens: int, rows: int = 0) -> dict[int, int]:
     """Position -> slot of what the rank holds and the request covers."""
     covered = set(covered_positions(space, prefix_tokens, num_tokens, rows))
-    everything = held_positions(space.deal, max(num_tokens, rows, 1))
+    count = rows * space.page_tokens if isinstance(space.coverage, Rows) else max(num_tokens, 1)
+    everything = held_positions(space.deal, count)
     return {position: slot for slot, position in enumerate(everything) if position in covered}
 
 

@@ -53,6 +53,7 @@ class Model:
     coverage: dict[str, All | Window | Slot | Rows]
     page_choices: tuple[int, ...]
     unit: int
+    rows_of: int
 
 
 def element(name, nbytes, granule=1, **rest):
@@ -79,11 +80,12 @@ def models(draw):
         fields["mamba"] = [Field(name, 3 + len(name), per="request", headed=headed) for name in names]
         coverage["mamba"] = Slot()
     if draw(st.integers(0, 3)) == 0:
-        fields["index"], coverage["index"] = [element("row", 6, headed=False)], Rows()
+        fields["index"], coverage["index"] = [element("row", 6, headed=draw(st.booleans()))], Rows()
     choices = (4, 8, 16) if granule > 1 else (1, 3, 8, 16)
     layers, draft = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([0, 0, 1]))
     heads = {"conv_q": draw(st.integers(1, 3)), "conv_v": draw(st.integers(1, 5))}  # groups are sharded on their own
-    return Model(layers, draft, kv_heads, heads, fields, coverage, choices, granule)
+    rows_of = draw(st.sampled_from([1, 4]))
+    return Model(layers, draft, kv_heads, heads, fields, coverage, choices, granule, rows_of)
 
 
 @st.composite
@@ -120,8 +122,9 @@ def strided(draw, counts, cell):
 @st.composite
 def arrangements(draw, model):
     """How one side arranges its memory, and which layers it has: the same for all of its ranks."""
+    choices = st.sampled_from(model.page_choices)
     pages = {
-        name: 1 if isinstance(cover, Slot | Rows) else draw(st.sampled_from(model.page_choices))
+        name: model.rows_of if isinstance(cover, Rows) else 1 if isinstance(cover, Slot) else draw(choices)
         for name, cover in model.coverage.items()
     }
     return {
