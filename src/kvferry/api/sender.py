@@ -117,6 +117,14 @@ class KVSender(Room, BaseKVSender):
         """Tokens that the decode side has already; 0 while it has not said so."""
         return max(0, self._view.prefix_tokens)
 
+    def claims_success(self) -> bool | None:
+        """Whether every decode rank that claimed from here got all it wanted, from the other prefill ranks too.
+
+        None while one has not ended. For pipeline stages that must agree without asking each other: the first stage's
+        claims end when all stages have delivered, or one has failed.
+        """
+        return self._view.claims_success
+
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         """Whether a chunk is worth a send()."""
         return num_pages > 0 or last_chunk

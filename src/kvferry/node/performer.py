@@ -106,6 +106,7 @@ class Performer:
             self._learn_prefix(view, thing)
         where, reason = self._node.where, effect.reason
         foreign = reason is not None and (reason.side, reason.rank) != (where.side, where.rank)
+        view.claims_success = effect.claims_success
         view.update(effect.poll, reason, foreign, effect.bytes_landed)
 
     @staticmethod

@@ -23,6 +23,7 @@ class RoomView:
         released: its pages may be used for something else.
         prefix_tokens: prefill side: what the decode side has already, once it said so; -1 before.
         bytes_landed: bytes that have landed.
+        claims_success: prefill side: whether all claims got all they wanted; None while one has not ended.
         started_s, pages_s, ended_s: time.monotonic() of the start, of the pages being named, of the end; 0 = not yet.
     """
 
@@ -34,6 +35,7 @@ class RoomView:
         self.released = False
         self.prefix_tokens = -1
         self.bytes_landed = 0
+        self.claims_success: bool | None = None
         self.started_s = time.monotonic()
         self.pages_s = 0.0
         self.ended_s = 0.0

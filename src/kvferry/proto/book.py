@@ -233,8 +233,11 @@ class Book:
         for link in [link for link in self.links.values() if link.peer == peer]:
             if link.offer is None:
                 joining.unpark(self, link)
-            elif link.offer.state in rules.LIVE_OFFERS and not link.over:
-                link.offer.failing(reason)
+            else:
+                link.claim_success = bool(link.claim_success)
+                if link.offer.state in rules.LIVE_OFFERS and not link.over:
+                    link.offer.failing(reason)
+                self.changed(Kind.OFFER, link.offer)
         views = [self.claims[number].views[peer] for number in sorted(record.claims)]
         for view in views:
             if not view.delivered:  # who has delivered owes nothing: others may still be sending
@@ -422,7 +425,8 @@ class Book:
 
     def changed(self, kind: Kind, room: Offer | Claim) -> None:
         """The room may look different now; said once for what happens at once."""
-        effect = Changed(kind, room.id, room.poll, room.bytes_landed, room.reason)
+        ends = room.claims_success if isinstance(room, Offer) else None
+        effect = Changed(kind, room.id, room.poll, room.bytes_landed, room.reason, ends)
         if not self.effects or self.effects[-1] != effect:
             self.emit(effect)
 

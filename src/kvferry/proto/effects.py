@@ -246,6 +246,7 @@ class Changed(msgspec.Struct, frozen=True):
         poll: the state for schedulers.
         bytes_landed: bytes that have landed.
         reason: why it failed.
+        claims_success: of an offer: whether all its claims got all they wanted; None while one has not ended.
     """
 
     kind: Kind
@@ -253,6 +254,7 @@ class Changed(msgspec.Struct, frozen=True):
     poll: KVPoll
     bytes_landed: int = 0
     reason: Reason | None = None
+    claims_success: bool | None = None
 
 
 class WriteAux(msgspec.Struct, frozen=True):

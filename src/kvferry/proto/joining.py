@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import Code
 from kvferry.proto import rules
+from kvferry.proto.effects import Kind
 from kvferry.proto.offer import Link, Offer
 from kvferry.proto.rules import OFFER, OfferEvent, fire
 from kvferry.wire import InfoPhase, TransferInfo
@@ -80,6 +81,9 @@ def _follow(book: Book, link: Link, info: TransferInfo) -> None:
 def _closed(book: Book, link: Link, info: TransferInfo) -> None:
     reason = info.reason or book.where.reason(Code.ABORTED, "the claim was closed")
     offer = link.offer
+    link.claim_success = info.success
+    if offer is not None:
+        book.changed(Kind.OFFER, offer)
     if offer is None:
         unpark(book, link)
         if rules.REMEMBER_CLOSED:

@@ -41,6 +41,7 @@ class Link:
         self.prepared = False
         self.digested = False
         self.digest_job = 0
+        self.claim_success: bool | None = None
         self.canary: Canary | None = None
 
     def own_bytes(self, facts: OfferFacts) -> int:
@@ -142,6 +143,14 @@ class Offer:
     def bytes_landed(self) -> int:
         """Bytes landed on all links."""
         return sum(link.bytes_landed for link in self.links)
+
+    @property
+    def claims_success(self) -> bool | None:
+        """Whether all claims got all they wanted, from other sources too; None while one of them has not ended."""
+        ends = [link.claim_success for link in self.links]
+        if not ends or len(ends) < self.fan_in or None in ends:
+            return None
+        return all(ends)
 
     # -- events
 
