@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.errors import Code, ProtocolError
 from kvferry.ids import KVPoll
-from kvferry.proto.effects import Kind, OfferFacts, Release, Send, Stop, Submit
+from kvferry.proto.effects import Changed, Kind, OfferFacts, Release, Send, Stop, Submit
 from kvferry.proto.rules import OfferEvent, OfferState
 from kvferry.wire import InfoPhase, StatusPhase, TransferStatus
 
@@ -347,3 +347,44 @@ def test_a_submit_comes_with_the_claims_pages_and_never_before_them(net, prefill
     assert kinds.index(Submit) > 0
     [submit] = prefill.took(Submit)
     assert submit.info.pages == decode.claimed(1).facts.pages
+
+
+def ends_shown(end):
+    return [effect.claims_success for effect in end.took(Changed) if effect.kind is Kind.OFFER]
+
+
+def delivered(net, prefill, decode, other):
+    """An offer that has delivered to its one claim, which waits for another source: (offer, claim)."""
+    net.join(other, decode)
+    number, rest = prefill.open_offer(), other.open_offer()
+    claim = decode.open_claim([prefill, other])
+    decode.place(claim)
+    net.deliver()
+    prefill.chunk(number)
+    prefill.job_landed(prefill.jobs()[-1], 8)
+    net.deliver()
+    assert prefill.book.offers[number].poll is KVPoll.Success
+    assert ends_shown(prefill)[-1] is None
+    return rest, claim
+
+
+def test_an_offer_learns_when_its_claims_have_got_all_from_others_too(net, prefill, decode):
+    other = net.end("prefill", 1002)
+    rest, _ = delivered(net, prefill, decode, other)
+    other.chunk(rest)
+    other.job_landed(other.jobs()[-1], 8)
+    net.deliver()
+    assert ends_shown(prefill)[-1] is True
+
+
+@pytest.mark.parametrize("how", ["another source fails", "the claim's process is lost"])
+def test_an_offer_that_has_delivered_learns_that_its_claim_has_failed(net, prefill, decode, how):
+    other = net.end("prefill", 1002)
+    rest, _ = delivered(net, prefill, decode, other)
+    if how == "another source fails":
+        other.abort(Kind.OFFER, rest)
+        net.deliver()
+    else:
+        net.part(prefill, decode)
+    assert ends_shown(prefill)[-1] is False
+    assert prefill.took(Changed)[-1].poll is KVPoll.Success, "what was delivered stays delivered"

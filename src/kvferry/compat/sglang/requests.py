@@ -1,7 +1,8 @@
 """Tell senders and receivers which request they serve: its tokens and a tag of their ids.
 
 SGLang gives neither to a backend. With them exactly the request's tokens are carried, and a room number that two
-requests share joins nothing. Without them (another version, where a hook finds no target) whole pages are carried, untagged.
+requests share joins nothing. Without them (another version, where a hook finds no target) whole pages are carried,
+untagged.
 """
 
 from __future__ import annotations
