@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from kvferry.api.base import BaseKVBootstrapServer
-from kvferry.bootstrap import DEFAULT_PORT, DEFAULT_TTL_S
+from kvferry.bootstrap import DEFAULT_PORT, DEFAULT_TTL_S, ForeignRoute
 
 
 class KVBootstrapServer(BaseKVBootstrapServer):
@@ -25,6 +26,7 @@ class KVBootstrapServer(BaseKVBootstrapServer):
         secret: str | None = None,
         insecure: bool = False,
         ttl_s: float = DEFAULT_TTL_S,
+        more: Iterable[ForeignRoute] = (),
     ) -> None:
         """Bind and serve.
 
@@ -34,6 +36,7 @@ class KVBootstrapServer(BaseKVBootstrapServer):
             secret: bearer token that callers need; None takes KVFERRY_SECRET, without it there is none.
             insecure: allow a non-loopback address without a secret.
             ttl_s: seconds without a renewal after which a rank is forgotten.
+            more: routes of a serving engine's own registry.
 
         Raises:
             AddressError: it can't be bound.
@@ -42,7 +45,7 @@ class KVBootstrapServer(BaseKVBootstrapServer):
         from kvferry.bootstrap import BootstrapServer  # the web server: workers do without it
 
         secret = secret or os.environ.get("KVFERRY_SECRET") or None
-        self._server = BootstrapServer(host, port, token=secret, insecure=insecure, ttl_s=ttl_s)
+        self._server = BootstrapServer(host, port, token=secret, insecure=insecure, ttl_s=ttl_s, more=more)
         self.port = self._server.port
         self.url = self._server.url
         self.secret = secret

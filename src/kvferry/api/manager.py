@@ -38,7 +38,7 @@ class KVManager(BaseKVManager):
     def __init__(
         self, args: KVArgs, mode: Side | str, config: Config | None = None, *, bootstrap_addr: str | None = None,
         sizes: Rank | None = None, secret: str | None = None, environ: Mapping[str, str] | None = None,
-        **overrides: Any,
+        extra: Mapping[str, str] | None = None, **overrides: Any,
     ) -> None:  # fmt: skip
         """Register memory, start the engine and bind the control plane.
 
@@ -50,6 +50,7 @@ class KVManager(BaseKVManager):
             sizes: prefill side: the size of the grid on each axis; None = this rank alone.
             secret: bearer token of the bootstrap server; None takes KVFERRY_SECRET.
             environ: environment to read; None is os.environ.
+            extra: prefill side: what decode ranks may read of this rank at the bootstrap server.
             overrides: settings by name (see Config).
 
         Raises:
@@ -76,7 +77,7 @@ class KVManager(BaseKVManager):
         )
         self.registrar: Registrar | None = None
         if bootstrap_addr is not None and self.side == Side.PREFILL.value:
-            self._register(bootstrap_addr)
+            self._register(bootstrap_addr, extra)
 
     @property
     def endpoint(self) -> str:
@@ -182,9 +183,9 @@ class KVManager(BaseKVManager):
 
     # -- helpers
 
-    def _register(self, bootstrap_addr: str) -> None:
+    def _register(self, bootstrap_addr: str, extra: Mapping[str, str] | None) -> None:
         try:
-            self.registrar = Registrar(bootstrap_addr, self.node, self._sizes, self.secret)
+            self.registrar = Registrar(bootstrap_addr, self.node, self._sizes, self.secret, extra)
         except BaseException:
             self.node.close()
             raise

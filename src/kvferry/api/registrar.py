@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 
 from kvferry.bootstrap import (
     DEFAULT_TTL_S,
@@ -32,8 +33,12 @@ class Registrar:
         state: "registered", or why not, for info().
     """
 
-    def __init__(self, address: str, node: Node, sizes: Rank, secret: str | None) -> None:
+    def __init__(
+        self, address: str, node: Node, sizes: Rank, secret: str | None, extra: Mapping[str, str] | None = None
+    ) -> None:
         """Register; waits for the first answer, and for the entry of a killed predecessor to expire.
+
+        `extra` is what decode ranks may read of this rank there.
 
         Raises:
             ConflictError: another incarnation holds the rank, and is alive: its entry was renewed.
@@ -42,6 +47,7 @@ class Registrar:
         self._client = BootstrapClient(address, token=secret)
         self._node = node
         self._sizes = sizes
+        self._extra = dict(extra or {})
         self._stop = threading.Event()
         self._ttl_s = DEFAULT_TTL_S
         self.state = "not registered yet"
@@ -91,7 +97,7 @@ class Registrar:
         node = self._node
         answer = self._client.register(RankEntry(
             rank=node.layout.rank, sizes=self._sizes, endpoint=node.endpoint, layout_digest=digest(node.layout),
-            incarnation=node.incarnation, epoch=node.epoch,
+            incarnation=node.incarnation, epoch=node.epoch, extra=self._extra,
         ))  # fmt: skip
         self._ttl_s = answer.ttl_s
         self.state = "registered"

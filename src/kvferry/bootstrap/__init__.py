@@ -21,7 +21,7 @@ from kvferry.bootstrap.records import (
     Topology,
     renew_due,
 )
-from kvferry.bootstrap.registry import Registry
+from kvferry.bootstrap.registry import ForeignRoute, Registry
 
 if TYPE_CHECKING:
     from kvferry.bootstrap.server import BootstrapServer
@@ -33,6 +33,7 @@ __all__ = [
     "BootstrapClient",
     "BootstrapServer",
     "ConflictError",
+    "ForeignRoute",
     "Health",
     "RankEntry",
     "Readiness",

@@ -18,7 +18,8 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -45,7 +46,7 @@ from kvferry.bootstrap.records import (
     Unregistered,
     check_token,
 )
-from kvferry.bootstrap.registry import Registry
+from kvferry.bootstrap.registry import ForeignRoute, Registry
 
 MAX_BODY_BYTES = 1 << 20
 
@@ -108,6 +109,7 @@ class BootstrapApp:
         clock: the time in seconds, monotonic.
         max_body_bytes: longer bodies are refused.
         body_timeout_s: bodies that take longer to arrive are refused.
+        more: routes of a serving engine's own registry, for what asks there by its own names.
     """
 
     def __init__(
@@ -118,8 +120,10 @@ class BootstrapApp:
         clock: Callable[[], float] = time.monotonic,
         max_body_bytes: int = MAX_BODY_BYTES,
         body_timeout_s: float = 5.0,
+        more: Iterable[ForeignRoute] = (),
     ) -> None:
         check_token(token)
+        self._more = tuple(more)
         self.registry = registry
         self.metrics = Metrics(registry.instance)
         self._authorization = None if token is None else f"Bearer {token}".encode()
@@ -138,6 +142,10 @@ class BootstrapApp:
             self._route("/ready", "GET", self._ready),
             self._route("/metrics", "GET", self._metrics),
             self._route("/health", "GET", self._health, needs_token=False),
+            *(
+                self._route(each.path, each.method, partial(self._foreign, each), needs_token=each.needs_token)
+                for each in self._more
+            ),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._http_error})
         app.router.redirect_slashes = False  # a redirect would be an answer without an instance
@@ -204,6 +212,10 @@ class BootstrapApp:
         self.metrics.ranks.set(registered)
         self.metrics.expected.set(expected)
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    def _foreign(self, route: ForeignRoute, request: Request, body: bytes) -> Response:
+        status, answer = route.answer(self.registry, dict(request.query_params), body, self._clock())
+        return Response(msgspec.json.encode(answer), status, media_type="application/json")
 
     def _health(self, _request: Request, _body: bytes) -> Response:
         return _answer(Health("ok", self.registry.instance))

@@ -12,7 +12,8 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from kvferry.bootstrap.records import (
     DEFAULT_TTL_S,
@@ -215,3 +216,19 @@ class Registry:
                 code="outside_grid",
                 hint="ask for a DP rank of the prefill side",
             )
+
+
+class ForeignRoute(NamedTuple):
+    """A route that a serving engine's own registry has.
+
+    Attributes:
+        path: with the leading slash.
+        method: HTTP method.
+        answer: called with registry, query, body and time; returns status and what is encoded as JSON.
+        needs_token: whether callers need the bearer token.
+    """
+
+    path: str
+    method: str
+    answer: Callable[[Registry, dict[str, str], bytes, float], tuple[int, object]]
+    needs_token: bool = True

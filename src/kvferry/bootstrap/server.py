@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
 import uvicorn
@@ -16,7 +17,7 @@ import uvicorn
 from kvferry.bootstrap.address import DEFAULT_PORT, join_address
 from kvferry.bootstrap.app import BootstrapApp, new_instance
 from kvferry.bootstrap.records import DEFAULT_TTL_S, check_token
-from kvferry.bootstrap.registry import Registry
+from kvferry.bootstrap.registry import ForeignRoute, Registry
 from kvferry.errors import AddressError, ConfigError
 
 _THREAD_NAME = "kvferry-bootstrap"
@@ -41,6 +42,7 @@ class BootstrapServer:
         insecure: allow other hosts to reach it although there is no token.
         ttl_s: seconds without a renewal after which a rank is forgotten.
         room_ttl_s: seconds after which a room's DP rank is forgotten.
+        more: routes of a serving engine's own registry.
 
     Raises:
         AddressError: the address can't be resolved or bound.
@@ -55,10 +57,11 @@ class BootstrapServer:
         insecure: bool = False,
         ttl_s: float = DEFAULT_TTL_S,
         room_ttl_s: float = 300.0,
+        more: Iterable[ForeignRoute] = (),
     ) -> None:
         check_token(token)
         self.instance = new_instance()
-        app = BootstrapApp(Registry(ttl_s, room_ttl_s, instance=self.instance), token=token)
+        app = BootstrapApp(Registry(ttl_s, room_ttl_s, instance=self.instance), token=token, more=more)
         self._socket = _bind(host.removeprefix("[").removesuffix("]"), port, insecure or token is not None)
         self.host, self.port = self._socket.getsockname()[:2]
         self._server = _Server(_config(app))

@@ -122,6 +122,10 @@ class KVFerryManager(BaseKVManager):
         if side is Side.PREFILL:
             host = str(get_serving().host)
             address = join_address(_LOOPBACK.get(host, host), int(get_disagg().disaggregation_bootstrap_port))
-        made = manager(KVArgs(layout, (), aux, group), side, bootstrap_addr=address, sizes=geometry.sizes)
+        extra = {
+            "http_port": str(get_serving().port), "page_size": str(args.page_size),
+            "kv_cache_dtype": str(args.kv_cache_dtype_str),
+        }  # fmt: skip
+        made = manager(KVArgs(layout, (), aux, group), side, bootstrap_addr=address, sizes=geometry.sizes, extra=extra)
         log.info("kvferry %s %s, engine %s, at %s", side.value, layout.rank, self.engine_name, made.endpoint)
         return made

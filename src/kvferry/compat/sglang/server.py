@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
 
 from kvferry.api import KVBootstrapServer
+from kvferry.compat.sglang.routes import ROUTES
 
 
 class KVFerryBootstrapServer(BaseKVBootstrapServer):
@@ -21,7 +22,7 @@ class KVFerryBootstrapServer(BaseKVBootstrapServer):
             AddressError: it can't be bound.
             ConfigError: another host than loopback without KVFERRY_SECRET.
         """
-        self.inner = KVBootstrapServer(host, port)
+        self.inner = KVBootstrapServer(host, port, more=ROUTES)
 
     def close(self) -> None:
         """Stop serving."""
