@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,7 @@ class End:
         self.tag = 0
         self._room: Room | None = None
         self._error = ""
+        self._is_aborted = False
 
     def tell_request(self, num_tokens: int, tag: int) -> None:
         """Which request it is (see `requests`)."""
@@ -60,24 +62,27 @@ class End:
 
     def poll(self) -> int:
         """The state, as SGLang's schedulers know it: the numbers are the same."""
-        if self._error or self._room is None:
+        if self._error or self._is_aborted or self._room is None:
             return int(SglPoll.Failed)
         return int(self._room.poll())
 
     def failure_exception(self) -> None:
-        """Raise why the room failed."""
+        """Raise why the room failed; a rank whose own room has not failed hears that another one's has, and ends it."""
         if self._error or self._room is None:
             raise RoomFailedError(self.bootstrap_room, self._error or "the room was never opened")
         error = self._room.failure()
-        if error is not None:
-            raise RoomFailedError(
-                self.bootstrap_room, str(error), is_from_another_rank=error.is_from_another_rank
-            ) from error
+        if error is None:
+            words = "aborted by SGLang's scheduler" if self._is_aborted else "another rank of this side has failed"
+            self._end(words)
+            raise RoomFailedError(self.bootstrap_room, words, is_from_another_rank=True)
+        raise RoomFailedError(
+            self.bootstrap_room, str(error), is_from_another_rank=error.is_from_another_rank
+        ) from error
 
     def abort(self) -> None:
         """End the room from this side; the other side hears it."""
-        if self._room is not None and not self._error:
-            self._room.abort("aborted by SGLang's scheduler")
+        if not self._error:
+            self._end("aborted by SGLang's scheduler")
 
     def clear(self) -> None:
         """The scheduler is done with the room."""
@@ -92,6 +97,16 @@ class End:
         return KVTransferMetric(found.transfer_latency_s, found.alloc_latency_s, found.transfer_total_bytes)
 
     # -- helpers
+
+    def _opened(self, room: Room) -> None:
+        """Keep the room; it is given back with this object, as not every path of the schedulers clears."""
+        self._room = room
+        weakref.finalize(self, room.clear)
+
+    def _end(self, words: str) -> None:
+        self._is_aborted = True
+        if self._room is not None:
+            self._room.abort(words)
 
     def _do(self, what: str, action: Callable[[], None]) -> None:
         """Carry out a call of the scheduler; what is wrong about it fails this room and is logged."""

@@ -32,7 +32,7 @@ class KVFerryReceiver(End, BaseKVReceiver):
         self.prefill_info = mgr.prefill_info_table.get(bootstrap_addr)
 
         def begin() -> None:
-            self._room = KVReceiver(mgr.inner, bootstrap_addr, self.bootstrap_room)
+            self._opened(KVReceiver(mgr.inner, bootstrap_addr, self.bootstrap_room))
 
         self._do("opening the room", begin)
 

@@ -29,7 +29,7 @@ class KVFerrySender(End, BaseKVSender):
         publish = None if req_has_disagg_prefill_dp_rank else bootstrap_addr
 
         def begin() -> None:
-            self._room = KVSender(mgr.inner, publish, self.bootstrap_room)
+            self._opened(KVSender(mgr.inner, publish, self.bootstrap_room))
 
         self._prefix_tokens = 0
         self._do("opening the room", begin)
@@ -74,6 +74,13 @@ class KVFerrySender(End, BaseKVSender):
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         """A last chunk without pages carries state and the metadata row."""
         return num_pages > 0 or last_chunk
+
+    def failure_exception(self) -> None:
+        """Raise why the room failed; the schedulers are done with a sender then, and do not clear it."""
+        try:
+            super().failure_exception()
+        finally:
+            self.clear()
 
     def get_max_transfer_tokens(self) -> int | None:
         """No limit: what is large is cut below."""
