@@ -101,7 +101,7 @@ class End:
     def _opened(self, room: Room) -> None:
         """Keep the room; it is given back with this object, as not every path of the schedulers clears."""
         self._room = room
-        weakref.finalize(self, room.clear)
+        weakref.finalize(self, room.clear).atexit = False
 
     def _end(self, words: str) -> None:
         self._is_aborted = True
