@@ -1,5 +1,7 @@
 """Grids in words: what they mean, what they refuse, and that any two of them fit together."""
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -44,6 +46,11 @@ def test_every_key_has_a_meaning_and_capitals_and_blanks_have_none():
     assert grid.size == 16
     assert grid.ranks(1)[-1] == Rank(1, 1, 1, 3)
     assert len(set(grid.ranks())) == 16
+
+
+def test_ranks_of_a_group_come_stage_by_stage_and_tp_runs_fastest():
+    ranks = parse_grid("pp=2,dcp=2,tp=2,dp=3").ranks(2)
+    assert ranks[:5] == [Rank(2, 0, 0, 0), Rank(2, 0, 0, 1), Rank(2, 0, 1, 0), Rank(2, 0, 1, 1), Rank(2, 1, 0, 0)]
 
 
 WRONG = {
@@ -107,6 +114,7 @@ def test_stages_are_even_with_the_first_ones_longer_or_as_they_are_told():
         ("pp=2,stages=1/3", r"2 stages of 4 layers, but pp=2 and the model has 5 layers \(one number per stage"),
         ("pp=3,stages=1/4", "2 stages of 5 layers, but pp=3"),
         ("pp=2,stages=6/-1", "one number per stage, all positive"),
+        ("pp=2,stages=0/5", "one number per stage, all positive"),
         ("pp=2,stages=one/4", r'stages=one/4 is no list of numbers \(e.g. "12/18"\)'),
     ],
 )
@@ -130,7 +138,30 @@ def test_heads_are_cut_evenly_and_repeated_where_there_are_more_ranks(heads, tp,
     assert [head_interval(heads, tp, rank) for rank in range(tp)] == held
 
 
+@pytest.mark.parametrize("tp", range(1, 10))
+def test_no_head_is_lost_however_many_ranks_there_are(tp):
+    cut = [interval for interval, _ in groupby(head_interval(3, tp, rank) for rank in range(tp))]
+    assert [head for h0, h1 in cut for head in range(h0, h1)] == [0, 1, 2]
+
+
 # layouts
+
+
+@pytest.mark.parametrize("arrange", ["layer", "block", "page"])
+@pytest.mark.parametrize("order", ["nhd", "hnd"])
+def test_the_ranks_of_a_grid_hold_the_whole_model_once(arrange, order):
+    held = []
+    for layout in layouts_of(SMALL, parse_grid(f"tp=2,pp=3,arrange={arrange},order={order}"), 5):
+        validate(layout, "prefill")
+        held += [
+            (layer, head, field.name)
+            for tensor in layout.tensors
+            for layer in tensor.layers
+            for h0, h1 in tensor.heads
+            for head in range(h0, h1)
+            for field in tensor.fields
+        ]
+    assert sorted(held) == [(layer, head, field) for layer in range(5) for head in range(3) for field in "kv"]
 
 
 def test_a_rank_holds_the_layers_of_its_stage_and_declares_all_spaces():
