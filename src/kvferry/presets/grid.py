@@ -78,7 +78,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         if self.dcp > 1 and self.deal not in {DEALS[0], "token"}:
             raise InputError(f"dcp={self.dcp} and deal={self.deal} were both given", hint="dcp=N is cp=N,deal=token")
         if self.size * self.dp > _MOST_RANKS:
-            raise InputError(f"{self.size * self.dp} ranks are more than {_MOST_RANKS}")
+            what = f"{self.size * self.dp} ranks are more than {_MOST_RANKS}"
+            raise InputError(what, hint="dp * pp * cp * dcp * tp is the number of ranks: make one of them smaller")
 
     @property
     def size(self) -> int:
@@ -102,7 +103,8 @@ def parse_grid(text: str) -> Grid:
     for name, value in _words(text, [*types, "cache"]):
         read = _engine_cache(text, value) if name == "cache" else {name: _converted(text, name, value, types[name])}
         if twice := sorted(values.keys() & read.keys()):
-            raise InputError(f"{text!r}: {twice[0]} is given twice", hint="cache=... stands for arrange and order")
+            hint = "say each once; cache=... stands for arrange and order"
+            raise InputError(f"{text!r}: {twice[0]} is given twice", hint=hint)
         values |= read
     return Grid(**values)  # type: ignore[arg-type]  # each was converted to its field's type
 
@@ -112,9 +114,11 @@ def _words(text: str, known: Sequence[str]) -> Iterator[tuple[str, str]]:
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, is_pair, value = (part.strip() for part in word.partition("="))
         name = name.lower()
-        if not is_pair or name not in known:
+        if not is_pair and name in known:
+            raise InputError(f"{text!r}: {name} has no value", hint=f"write {name}=value")
+        if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near and near[0] != name else f"name=value of {', '.join(known)}"
+            hint = f"did you mean {near[0]}?" if near else f"name=value of {', '.join(known)}"
             raise InputError(f"{text!r}: {word!r} is not known", hint=hint)
         yield name, value.lower()
 
@@ -168,7 +172,8 @@ def stage_layers(grid: Grid, layers: int) -> list[range]:
     else:
         counts = [layers // grid.pp + (stage < layers % grid.pp) for stage in range(grid.pp)]
     if min(counts) < 1:
-        raise InputError(f"pp={grid.pp} stages for {layers} layers")
+        hint = "each stage needs a layer: make pp smaller"
+        raise InputError(f"pp={grid.pp} stages for {layers} layers", hint=hint)
     begins = [sum(counts[:stage]) for stage in range(grid.pp)]
     return [range(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
 

@@ -56,13 +56,14 @@ def test_ranks_of_a_group_come_stage_by_stage_and_tp_runs_fastest():
 WRONG = {
     "tpp=4": r"'tpp=4' is not known \(did you mean tp\?\)",
     "zzzz=4": r"'zzzz=4' is not known \(name=value of dp, pp, .*cache\)",
-    "tp": r"'tp' is not known \(name=value of",
+    "tp": r"'tp': tp has no value \(write tp=value\)",
     "tp=": "tp= is not a whole number",
     "tp=four": "tp=four is not a whole number",
     "tp=1.5": "tp=1.5 is not a whole number",
     "draft=maybe": "draft=maybe is not 0 or 1",
-    "tp=2,tp=2": "tp is given twice",
-    "cache=sglang,order=hnd": r"order is given twice \(cache=... stands for arrange and order\)",
+    "tp=2,tp=2": r"tp is given twice \(say each once; cache",
+    "tpp": r"'tpp' is not known \(did you mean tp\?\)",
+    "cache=sglang,order=hnd": r"order is given twice \(say each once; cache=... stands for arrange and order\)",
     "arrange=page,cache=sglang": "arrange is given twice",
     "cache=sglangg": r"cache=sglangg is not known \(one of sglang, vllm-nhd, vllm-hnd\)",
     "tp=0": "tp=0 is below 1",
@@ -110,7 +111,7 @@ def test_stages_are_even_with_the_first_ones_longer_or_as_they_are_told():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("pp=6", "pp=6 stages for 5 layers"),
+        ("pp=6", r"pp=6 stages for 5 layers \(each stage needs a layer"),
         ("pp=2,stages=1/3", r"2 stages of 4 layers, but pp=2 and the model has 5 layers \(one number per stage"),
         ("pp=3,stages=1/4", "2 stages of 5 layers, but pp=3"),
         ("pp=2,stages=6/-1", "one number per stage, all positive"),
