@@ -7,6 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry import KVPoll, KVReceiver, KVSender
+from kvferry.errors import InputError
 from kvferry.layout import Ranges, Rows, Slot, Window
 from kvferry.presets import Block, Item, ModelShape, attention, layouts_of, parse_grid
 
@@ -128,6 +130,31 @@ def test_state_of_several_groups_is_sharded_group_by_group(tp, other):
     with Fleet(*sides(model, f"tp={tp}", f"tp={other}")) as fleet:
         assert fleet.hand_over(5, 20) == fleet.held_bytes()
         fleet.check(5)
+
+
+@pytest.mark.parametrize("digest", ["off", "sample"])
+@pytest.mark.parametrize(
+    ("state", "pages", "held"),
+    [({"mamba": [2]}, 0, "is empty"), ({"swa": [1], "mamba": [2]}, 1, "holds slots 0 to 15")],
+)
+def test_a_state_list_that_the_sender_lacks_or_cuts_short_fails_the_room_on_both_sides(digest, state, pages, held):
+    (source,), (target,) = sides(HYBRID, "page=16", "page=16")
+    with Fleet([source], [target], digest=digest) as fleet:
+        sender = KVSender(fleet.prefill[0].manager, None, 5)
+        sender.init(2, num_tokens=30)
+        with pytest.raises(InputError, match=r"room 5: state_indices name \['mamba'\] with page 1 of 2"):
+            sender.send([0], {"mamba": [1]})
+        sender.send([0], {"mamba": [], "swa": []})  # says nothing of them
+        sender.send([1], state)
+        receiver = KVReceiver(fleet.decode[0].manager, None, 5, peers=[fleet.prefill[0].manager.endpoint])
+        receiver.init()
+        receiver.send_metadata([0, 1], state_indices={"swa": [0, 1], "mamba": [0]}, num_tokens=30)
+        for room in (sender, receiver):
+            assert room.wait(5) is KVPoll.Failed
+            plan = f"prefill page list of space 'swa' {held}, the request needs slots 0 to 29"
+            canary = f"page list of space 'swa' is too short for the request: its length is {pages}"
+            assert "noticed by prefill" in str(room.failure())
+            assert plan in str(room.failure()) or (digest != "off" and canary in str(room.failure()))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])

@@ -118,7 +118,8 @@ class BaseKVSender(BaseRoom):
         Args:
             kv_indices: page numbers, in token order. An error about the arguments leaves the room as it was: send
                 again, or abort.
-            state_indices: with the last chunk: page (or slot, or row) numbers of the state spaces.
+            state_indices: with the last chunk: page (or slot, or row) numbers of each space but "kv", by name or in
+                the order of the layout's spaces. Needed for every space that a decode rank gets something of.
             num_kv_tokens: tokens that these pages hold, checked against them.
             after: the pages are read only after its query() is true.
         """
@@ -146,7 +147,8 @@ class BaseKVReceiver(BaseRoom):
         Args:
             kv_indices: page numbers from the page of token decode_prefix_len on, in token order.
             aux_index: row of the metadata buffers to fill.
-            state_indices: page (or slot, or row) numbers of the state spaces.
+            state_indices: page (or slot, or row) numbers of each space but "kv", by name or in the order of the
+                layout's spaces.
             decode_prefix_len: tokens that are here already; they are never written.
             num_tokens: the request's tokens; None = not known here, whole pages count.
             tag: request tag, if init did not say it.

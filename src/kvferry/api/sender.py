@@ -93,8 +93,8 @@ class KVSender(Room, BaseKVSender):
         """Hand over one chunk; see BaseKVSender. The one that completes num_kv_indices is the last.
 
         Raises:
-            InputError: wrong dtype or shape, a page outside of the pool, or more pages than init declared; in the
-                last case the room fails, on both sides.
+            InputError: wrong dtype or shape, a page outside of the pool, state_indices before the last chunk, or more
+                pages than init declared; in the last case the room fails, on both sides.
             ProtocolError: init was not called, or the last chunk was sent before.
         """
         facts = self._facts
@@ -102,9 +102,11 @@ class KVSender(Room, BaseKVSender):
             raise ProtocolError(f"room {self.bootstrap_room}: send() before init()", hint="say num_kv_indices first")
         pages = self.kv_mgr.spaces.pack(kv_indices, state_indices)
         count = len(pages.get(MAIN, b"")) // 4
+        last = self._pages_sent + count == facts.num_pages
+        if not last:
+            pages = self._without_state(pages, facts.num_pages)
         self._check_count(facts, count, num_kv_tokens)
         query = after.query if after is not None else None
-        last = self._pages_sent + count == facts.num_pages
         chunk = Chunk(self._chunks, self._pages_sent, pages, last)
         aux = self.kv_mgr.node.aux.read(self._aux_index) if last and self._aux_index >= 0 else b""
         self._pages_sent += count
@@ -142,6 +144,16 @@ class KVSender(Room, BaseKVSender):
                 f"pages of {facts.page_tokens} tokens, num_kv_indices is {facts.num_pages}",
                 hint="num_kv_indices counts pages, not tokens, from the page of first_token on",
             )
+
+    def _without_state(self, pages: dict[str, bytes], num_pages: int) -> dict[str, bytes]:
+        """The pages of a chunk that is not the last: lists of state spaces come whole, with the last one."""
+        if early := sorted(name for name, data in pages.items() if name != MAIN and data):
+            done = self._pages_sent + len(pages.get(MAIN, b"")) // 4
+            raise InputError(
+                f"prefill room {self.bootstrap_room}: state_indices name {early} with page {done} of {num_pages}",
+                hint="pass the whole lists with the chunk that completes num_kv_indices",
+            )
+        return {name: data for name, data in pages.items() if name == MAIN}
 
     def _check_count(self, facts: OfferFacts, count: int, num_kv_tokens: int | None) -> None:
         sent = self._pages_sent + count

@@ -29,7 +29,8 @@ def chunk_batches(route: Route, submit: Submit, limits: Limits) -> Iterator[Batc
     """
     names = {"claim": submit.info.claim, "chunk": submit.chunk.number}
     chunk, info = submit.chunk, submit.info
-    spaces = [space for space in route.spaces if space in chunk.pages]
+    # lists of state spaces come whole with the last chunk; one that is not there must be missed
+    spaces = [space for space in route.spaces if space in chunk.pages or (chunk.last and space != MAIN)]
     if (
         not chunk.first_page
         and chunk.last
@@ -63,4 +64,4 @@ def _part(route: Route, space: str, submit: Submit) -> Part:
     if space == MAIN:
         begin += submit.chunk.first_page * leg.src.page_tokens
     there = list_begin(leg.dst, info.prefix_tokens, end, rows)
-    return Part(space, info.prefix_tokens, end, PageList(source, begin), PageList(target, there), rows)
+    return Part(space, info.prefix_tokens, end, PageList(source, begin), PageList(target, there), rows, space != MAIN)

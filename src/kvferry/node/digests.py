@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from kvferry.canary import Look, Sums, Windows, add, cells, difference, look, no_sums, small_look, weigh
+from kvferry.errors import InputError
 from kvferry.ids import PeerId
 from kvferry.layout import list_begin
 from kvferry.layout.deal import I64
@@ -108,11 +109,17 @@ class Place(NamedTuple):
     first_page: int
 
     def sums(self, *, full: bool, share: tuple[int, int] = (0, 1)) -> Sums:
-        """Read this process's memory, or a share of it; raises IndexError where the pages do not hold the tokens."""
+        """Read this process's memory, or a share of it; raises InputError where the pages do not hold the tokens."""
         found = no_sums(self.seen)
         for whole in self.seen.blocks:
             windows = whole.share(*share) if share[1] > 1 else whole
-            addresses = windows.addresses(self.pages, self.first_page)
+            try:
+                addresses = windows.addresses(self.pages, self.first_page)
+            except IndexError:
+                what = (
+                    f"page list of space {self.space!r} is too short for the request: its length is {len(self.pages)}"
+                )
+                raise InputError(what, hint="num_pages() says how many") from None
             values = _hashed(windows, self.seen, addresses) if full else weigh(windows, _words(windows, addresses))
             add(found, self.seen, windows, values)
         return found

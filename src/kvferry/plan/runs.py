@@ -51,6 +51,7 @@ class Part(NamedTuple):
         src: the source's pages: of the whole request or of one chunk. What lies outside is left out.
         dst: the destination's pages; they must hold all of its tokens from prefix_tokens on.
         rows: number of rows, where the coverage is Rows.
+        is_whole: src is of the whole request, and a list that is too short is refused.
     """
 
     space: str
@@ -59,21 +60,24 @@ class Part(NamedTuple):
     src: PageList
     dst: PageList
     rows: int = 0
+    is_whole: bool = False
 
 
 def runs(route: Route, part: Part) -> Runs:
     """Find the tokens of [prefix_tokens, num_tokens) that the source's pages hold for the destination's.
 
     Raises:
-        InputError: the destination's list is too short, a page number lies outside the pool, a list starts
-            inside a page, the prefix lies inside a granule, or the numbers are out of bounds.
+        InputError: the destination's (or a whole source's) list is too short, a page number lies outside the pool, a
+            list starts inside a page, the prefix lies inside a granule, or the numbers are out of bounds.
     """
-    space, prefix_tokens, num_tokens, src, dst, rows = part
+    space, prefix_tokens, num_tokens, src, dst, rows, _ = part
     leg = route.leg(space)
     _check_pages("prefill", leg.src, leg.pages[0], src)
     _check_pages("decode", leg.dst, leg.pages[1], dst)
     lo, hi = leg.extent(prefix_tokens, num_tokens, rows)
-    _check_held(leg.dst, slots_below(leg.dst, lo, num_tokens), slots_below(leg.dst, hi, num_tokens), dst)
+    _check_held("decode", leg.dst, (lo, hi, num_tokens), dst)
+    if part.is_whole:
+        _check_held("prefill", leg.src, (lo, hi, num_tokens), src)
     found = leg.overlap(lo, hi, num_tokens)
     first, end = src.first_slot, src.first_slot + len(src.indices) * leg.src.page_tokens
     here = (found.src_slot >= first) & (found.src_slot < end)
@@ -93,12 +97,15 @@ def _check_pages(side: str, space: Space, pages: int, given: PageList) -> None:
         raise InputError(what, hint="pass page numbers, not token slots")
 
 
-def _check_held(space: Space, first: int, end: int, given: PageList) -> None:
-    """Refuse a list that does not hold the slots [first, end)."""
+def _check_held(side: str, space: Space, tokens: tuple[int, int, int], given: PageList) -> None:
+    """Refuse a list that does not hold the slots of the tokens [lo, hi) of a request."""
+    lo, hi, num_tokens = tokens
+    first, end = slots_below(space, lo, num_tokens), slots_below(space, hi, num_tokens)
     last = given.first_slot + len(given.indices) * space.page_tokens
     if first < end and not given.first_slot <= first <= end <= last:
-        what = f"decode page list of space {space.name!r}: holds slots {given.first_slot} to {last - 1}"
-        raise InputError(f"{what}, the request needs {first} to {end - 1}", hint="see num_pages() and first_slot()")
+        held = f"holds slots {given.first_slot} to {last - 1}" if len(given.indices) else "is empty"
+        what = f"{side} page list of space {space.name!r} {held}, the request needs slots {first} to {end - 1}"
+        raise InputError(what, hint="num_pages() and first_slot() say what a list must hold")
 
 
 def _physical(pages: PageList, slot: I64, page_tokens: int) -> I64:

@@ -216,7 +216,9 @@ def transfer(source, target, sends, src_pages, dst_pages, request, first_token, 
             total += copy_batches(sent)
     assert total == whole.request_bytes(prefix, num_tokens, dict.fromkeys(whole.spaces, rows), sends)
     for name in path.spaces:
-        check_pattern(path, Part(name, prefix, num_tokens, src_pages[name], dst_pages[name], rows), first_token)
+        # what covers the whole request is never refused as too short
+        part = Part(name, prefix, num_tokens, src_pages[name], dst_pages[name], rows, is_whole=True)
+        check_pattern(path, part, first_token)
         check_canary(path, name, src_pages[name], dst_pages[name], request)
     return total
 
@@ -229,7 +231,7 @@ def byte_pairs(batch):
 
 def check_pattern(path, part, first_token):
     """The pattern of a request's size gives the rows that the general way gives."""
-    space, prefix, num_tokens, src, dst, rows = part
+    space, prefix, num_tokens, src, dst, rows, _ = part
     pages = ({space: np.asarray(each.indices, np.int64)} for each in (src, dst))
     batch = small_batch(path, {space: Size(first_token, prefix, num_tokens, rows)}, *pages)
     general = list(batches(path, [runs(path, part)], Limits()))

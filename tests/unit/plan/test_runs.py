@@ -81,8 +81,8 @@ def test_a_window_starts_where_both_sides_keep_tokens():
 @pytest.mark.parametrize(
     ("what", "src", "dst"),
     [
-        ("decode page list of space 'kv': holds slots 0 to 7, .* needs 0 to 9", pages(0), pages(0, 1)),
-        ("decode .* holds slots 4 to 15, .* needs 0 to 9", pages(0), pages(0, 1, 2, first_slot=4)),
+        ("decode page list of space 'kv' holds slots 0 to 7, .* needs slots 0 to 9", pages(0), pages(0, 1)),
+        ("decode .* holds slots 4 to 15, .* needs slots 0 to 9", pages(0), pages(0, 1, 2, first_slot=4)),
         ("prefill page list .*: first_slot is 2", pages(0, first_slot=2), pages(0, 1, 2)),
         ("decode page list .*: first_slot is -4", pages(0), pages(0, 1, 2, first_slot=-4)),
         ("decode page list .*: pages 0 to 8, the pool has pages 0 to 7", pages(0), pages(0, 1, 8)),
@@ -95,6 +95,16 @@ def test_a_wrong_page_list_is_refused_with_its_side(what, src, dst):
     assert caught.value.hint
 
 
+def test_a_source_list_is_a_chunk_of_it_unless_it_is_whole():
+    path = route(make(), make())
+    assert rows_of(runs(path, Part("kv", 0, 10, pages(), pages(0, 1, 2)))) == []
+    assert len(rows_of(runs(path, Part("kv", 0, 10, pages(0, 1, 2), pages(3, 4, 5), is_whole=True)))) == 3
+    with pytest.raises(InputError, match="prefill page list of space 'kv' is empty, the request needs slots 0 to 9"):
+        runs(path, Part("kv", 0, 10, pages(), pages(0, 1, 2), is_whole=True))
+    with pytest.raises(InputError, match=r"prefill page list of space 'kv' holds slots 0 to 7, .* needs slots 0 to 9"):
+        runs(path, Part("kv", 0, 10, pages(0, 1), pages(0, 1, 2), is_whole=True))
+
+
 def test_a_hostile_number_of_tokens_is_refused_before_arrays_are_made():
-    with pytest.raises(InputError, match="the request needs 0 to 16777215"):
+    with pytest.raises(InputError, match="the request needs slots 0 to 16777215"):
         runs(route(make(), make()), Part("kv", 0, 1 << 24, pages(0), pages(0)))
