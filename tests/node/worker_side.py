@@ -4,7 +4,6 @@ import json
 import sys
 
 from conftest import Side, claim, offer
-
 from kvferry.presets import page_major
 
 
