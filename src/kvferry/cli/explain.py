@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from rich import box
+from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.table import Table
 
@@ -57,15 +58,11 @@ def tables(found: Explained, ask: Ask) -> Iterator[RenderableType]:
     """What moves, the totals of both sides, and what to know about it."""
     here, there = ask.prefill, ask.decode
     yield _headline(found, ask)
-    moves = Table("prefill", "decode", "space", "layers", "heads", "tokens", box=box.SIMPLE)
-    for name in ("bytes", "rows"):
-        moves.add_column(name, justify="right")
+    moves = _table("prefill", "decode", "space", "layers", "heads", "tokens", numbers=("bytes", "rows"))
     for line in found.lines:
         moves.add_row(rank_name(line.prefill, here), rank_name(line.decode, there), *_cells(line))
     yield moves
-    totals = Table.grid(padding=(0, 4))
-    totals.add_row(_totals("prefill", found.sources, here), _totals("decode", found.destinations, there))
-    yield totals
+    yield Columns([_totals("prefill", found.sources, here), _totals("decode", found.destinations, there)])
     yield from notes(found, ask)
 
 
@@ -76,11 +73,11 @@ def notes(found: Explained, ask: Ask) -> Iterator[str]:
     if left := found.choices[SHOWN_CHOICES:]:
         yield f"... and {count(len(left), 'more such choice')}, see --json"
     for space, layers in found.unsent.items():
-        yield f"layers {in_words(layers)} of space {space}: optional, no prefill rank holds them; they stay as they are"
+        yield f"space {space}, optional layers {in_words(layers)}: no prefill rank holds them, they are left as they are"
     for side, grid in (("prefill", ask.prefill), ("decode", ask.decode)):
         if grid.dp > 1:
             yield f"{side} has {grid.dp} DP groups; a request is served by one of them, and that one is shown"
-    yield "rows: what the planner's batches hold when the pages of both sides lie scattered over twice as many"
+    yield "rows: entries of the planner's batches, with pages drawn at random from pools of twice the request's size"
 
 
 def rank_name(rank: Rank, grid: Grid) -> str:
@@ -120,11 +117,19 @@ def _cells(line: Line) -> tuple[str, ...]:
     return (line.space, layers, heads_in_words(line.parts), line.tokens.words, *numbers)
 
 
+def _table(*words: str, numbers: Sequence[str]) -> Table:
+    """A table whose numbers are never cut: words give way, over several lines where they must."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name in words:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def _totals(side: str, totals: Sequence[Total], grid: Grid) -> Table:
-    table = Table(f"{side} rank", box=box.SIMPLE)
     verb = "sends" if side == "prefill" else "gets"
-    for name in (f"{verb} bytes", "rows"):
-        table.add_column(name, justify="right")
+    table = _table(f"{side} rank", numbers=(f"{verb} bytes", "rows"))
     for total in totals:
         table.add_row(rank_name(total.rank, grid), f"{total.bytes:,}", f"{total.rows:,}")
     return table

@@ -1,6 +1,7 @@
 """`kvferry explain`: figures that can be worked out by hand, refusals in the planner's words, the JSON object."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -341,7 +342,7 @@ def test_the_tables_have_a_line_for_each_pair_and_the_totals_of_both_sides(capsy
     assert "pp1 tp1 tp3 kv 40-79 6-7 all 100 4,096,000 " in out
     assert "prefill rank sends bytes rows decode rank gets bytes rows" in out
     assert "pp0 tp0 8,192,000 " in out
-    assert "twice as many" in out
+    assert "pools of twice the request's size" in out
 
 
 def test_what_is_to_be_known_of_replicas_draft_layers_and_groups_is_said(capsys):
@@ -354,7 +355,7 @@ def test_what_is_to_be_known_of_replicas_draft_layers_and_groups_is_said(capsys)
         "kv (latent) for decode tp0: 8 prefill ranks hold the same; room 6 elects tp2, another room may elect tp0, "
         "tp1, tp3; tp4, tp5, tp6, tp7 serve other decode ranks"
     ) in out
-    assert "layers 61 of space kv: optional, no prefill rank holds them; they stay as they are" in out
+    assert "space kv, optional layers 61: no prefill rank holds them, they are left as they are" in out
     assert "decode has 2 DP groups; a request is served by one of them" in out
 
 
@@ -382,6 +383,20 @@ def test_without_a_terminal_the_tables_are_as_wide_as_they_need(capsys, monkeypa
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["explain", "--model", "qwen3-next-80b-a3b", "--prefill", "tp=2", "--decode", "tp=4"]) == 0
     assert max(len(line) for line in capsys.readouterr().out.splitlines()) > 100
+
+
+@pytest.mark.parametrize("model", ["deepseek-r1", "qwen3-next-80b-a3b", "gpt-oss-20b"])
+def test_no_number_is_cut_in_eighty_columns(capsys, monkeypatch, model):
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["--tokens", "131072", "--prefill", "tp=4,pp=2,cp=2,deal=zigzag", "--decode", "tp=2,page=64"]
+    assert main(["explain", "--model", model, *words]) == 0
+    out = capsys.readouterr().out
+    assert "\u2026" not in out
+    assert max(len(line) for line in out.splitlines()) <= 80
+    answer = explain(ask(model, words[3], words[5], tokens=131072))
+    shown = set(re.findall(r"[0-9,]*[0-9]", out))
+    for each in (*answer.lines, *answer.sources, *answer.destinations):
+        assert {f"{each.bytes:,}", f"{each.rows:,}"} <= shown
 
 
 KEYS = {
