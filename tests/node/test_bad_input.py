@@ -66,6 +66,12 @@ def test_an_engine_that_is_not_known_names_the_nearest_and_the_known_ones():
         get_kv_class("locl", KVClassType.MANAGER)
 
 
+def test_a_class_that_is_none_gets_the_known_ones():
+    assert get_kv_class("local", "sender") is KVSender
+    with pytest.raises(InputError, match=r"'mgr' is no class type \(one of KVClassType.KVARGS, KVClassType.MANAGER, "):
+        get_kv_class("local", "mgr")
+
+
 def test_an_engine_whose_package_is_missing_names_the_install_line(kit, monkeypatch):
     monkeypatch.setattr(find, "_registered", dict(find._registered))
     find.register("absent", "no_such_package.engine:Engine", "pip install no-such-package")

@@ -11,6 +11,7 @@ from kvferry.api.memory import KVArgs
 from kvferry.api.receiver import KVReceiver
 from kvferry.api.sender import KVSender
 from kvferry.engines import find
+from kvferry.errors import InputError
 
 _CLASSES: dict[KVClassType, type] = {
     KVClassType.KVARGS: KVArgs,
@@ -29,7 +30,13 @@ def get_kv_class(engine_name: str, class_type: KVClassType) -> type:
 
     Raises:
         UnknownEngine: no engine of that name is known; it names the nearest.
+        InputError: class_type is no KVClassType (or the value of one, as "manager").
     """
+    try:
+        class_type = KVClassType(class_type)
+    except ValueError:
+        hint = f"one of {', '.join(str(each) for each in KVClassType)}"
+        raise InputError(f"get_kv_class: {class_type!r} is no class type", hint=hint) from None
     engine_name = find.canonical(engine_name)
     if engine_name not in find.known():
         find.load(engine_name)  # raises, naming the nearest

@@ -36,7 +36,9 @@ class KVArgs:
             (address, nbytes); empty if the layout is bound. They are kept alive.
         aux: metadata buffers, two-dimensional [slots, anything]; slot i of each belongs to one request. A raw
             (address, nbytes, item_bytes) will do.
-        group: layouts of all ranks of this side that serve the same requests, this one included; empty = only this.
+        group: decode side: layouts of all ranks that serve the same requests, this one included; empty = only this.
+            A prefill rank learns from it how many ranks it has to serve: without it a room of several decode ranks
+            is over for prefill after the first one, and the others fail. Prefill needs none.
     """
 
     layout: Layout

@@ -73,7 +73,7 @@ def notes(found: Explained, ask: Ask) -> Iterator[str]:
     if left := found.choices[SHOWN_CHOICES:]:
         yield f"... and {count(len(left), 'more such choice')}, see --json"
     for space, layers in found.unsent.items():
-        yield f"space {space}, optional layers {in_words(layers)}: no prefill rank holds them, they are left as they are"
+        yield f"space {space}, optional layers {in_words(layers)}: no prefill rank holds them, they stay as they are"
     for side, grid in (("prefill", ask.prefill), ("decode", ask.decode)):
         if grid.dp > 1:
             yield f"{side} has {grid.dp} DP groups; a request is served by one of them, and that one is shown"

@@ -61,7 +61,8 @@ def demo(
         prefill: The prefill side's parallel grid, as in tp=3,pp=2,page=32: pp, cp, tp, and dcp (cp with deal=token) are
             numbers of ranks; stages (12/18) the layers of each pp stage; deal how cp ranks share out the tokens
             (contiguous, zigzag, page, token); page the tokens of a page; order (nhd, hnd) and arrange (layer, block,
-            page) say where these lie in memory. The first one of each is taken where nothing is said, and page=16.
+            page), or cache (sglang, vllm-nhd, vllm-hnd) for both, say where these lie in memory. The first one of each
+            is taken where nothing is said, and page=16.
         decode: The decode side's parallel grid.
         json: Print one JSON object as the last line.
     """

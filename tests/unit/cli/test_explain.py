@@ -355,7 +355,7 @@ def test_what_is_to_be_known_of_replicas_draft_layers_and_groups_is_said(capsys)
         "kv (latent) for decode tp0: 8 prefill ranks hold the same; room 6 elects tp2, another room may elect tp0, "
         "tp1, tp3; tp4, tp5, tp6, tp7 serve other decode ranks"
     ) in out
-    assert "space kv, optional layers 61: no prefill rank holds them, they are left as they are" in out
+    assert "space kv, optional layers 61: no prefill rank holds them, they stay as they are" in out
     assert "decode has 2 DP groups; a request is served by one of them" in out
 
 
