@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from kvferry.layout import Cyclic, Field, Ranges, Space, Window, covers, supports
+from kvferry.layout import Cyclic, Field, Ranges, Rows, Space, Window, covers, supports
 from kvferry.presets import layer_major, mla, page_major
 
 change = msgspec.structs.replace
@@ -120,3 +120,9 @@ def test_latent_caches_of_all_ranks_support_each_other():
     one = mla("m", layers=2, latent_dim=8, dtype="bfloat16", pages=2, page_tokens=4)
     assert supports(one, one)
     assert covers([one], one) == ""
+
+
+def test_rows_of_another_length_do_not_fit():
+    src, dst = (change(make(page_tokens=p), spaces=(Space("kv", p, coverage=Rows()),)) for p in (4, 16))
+    assert supports(src, src)
+    assert "rows of space 'kv': prefill's are of 4 tokens, decode's of 16" in supports(src, dst).reason
