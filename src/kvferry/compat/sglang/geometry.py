@@ -16,6 +16,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: name of the model, without its directory: both sides must agree.
         layers: hidden layers of the model; draft layers are numbered from there on.
+        dtype: dtype of the KV cache: SGLang's "auto" says nothing, and two dtypes may have the same size.
         kv_heads: KV heads of the whole model; 0 for MLA.
         swa_kv_heads: KV heads of its sliding-window layers.
         rank: place in the grid.
@@ -27,6 +28,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     layers: int
+    dtype: str
     kv_heads: int
     swa_kv_heads: int
     rank: Rank
@@ -62,9 +64,13 @@ def geometry_of(args: Any, server_args: Any, *, is_mla: bool) -> Geometry:
     on_host = str(getattr(server_args, "device", "cuda")) == "cpu"
     return Geometry(
         model=Path(str(server_args.model_path)).name, layers=config.num_hidden_layers,
-        kv_heads=0 if is_mla else heads,
+        dtype=_dtype(str(args.kv_cache_dtype_str), config.dtype), kv_heads=0 if is_mla else heads,
         swa_kv_heads=config.get_swa_num_kv_heads(tp[1]) * tp[1] if tp[1] <= heads else heads,
         rank=Rank(dp, args.pp_rank, cp[0], tp[0]), sizes=Rank(dp_size, parallel.pp_size, cp[1], tp[1]),
         state_tp_rank=tp[0] if state_size == tp[1] else cp[0], state_tp_size=state_size,
         device=-1 if on_host else int(args.gpu_id),
     )  # fmt: skip
+
+
+def _dtype(cache: str, model: Any) -> str:
+    return str(model).removeprefix("torch.") if cache == "auto" else cache

@@ -96,9 +96,8 @@ def layout_of(args: Any, geometry: Geometry) -> Layout:
         kind = STATES[name]
         spaces.append(_space(kind, args.page_size))
         tensors += _state(args, geometry, number, kind)
-    dtype = str(args.kv_cache_dtype_str)
     heads = max(geometry.kv_heads, geometry.swa_kv_heads)
-    return Layout(geometry.model, dtype, heads, tuple(tensors), tuple(spaces), geometry.rank)
+    return Layout(geometry.model, geometry.dtype, heads, tuple(tensors), tuple(spaces), geometry.rank)
 
 
 def _space(kind: Kind, page_tokens: int) -> Space:
@@ -155,7 +154,7 @@ def _paged(
     if rest or not nbytes:
         what = f"a page of {entry.item_bytes} bytes is not {args.page_size} tokens of {count} heads"
         raise LayoutError(f"SGLang space {space!r}, layer {entry.layer}, field {name!r}: {what}")
-    field = Field(name, nbytes, headed=heads is not None, format=str(args.kv_cache_dtype_str))
+    field = Field(name, nbytes, headed=heads is not None, format=geometry.dtype)
     strides = Strides(0, entry.item_bytes, nbytes * count, nbytes)
     return Tensor(
         space, (entry.layer,), (heads,) if heads else (), (field,), entry.address, entry.nbytes, strides,
@@ -167,6 +166,9 @@ def _state(args: Any, geometry: Geometry, number: int, kind: Kind) -> list[Tenso
     """The tensors of one kind of state."""
     ptrs, lens, items = (each[number] for each in (args.state_data_ptrs, args.state_data_lens, args.state_item_lens))
     entries = _entries(ptrs, lens, items, args.state_layer_ids[number])
+    if geometry.sizes.pp > 1 and entries and entries[0].layer < 0:
+        what = f"SGLang does not say which layers its regions are of, and pp={geometry.sizes.pp} stages share them out"
+        raise LayoutError(f"SGLang space {kind.space!r}: {what}", hint="serve this model with --pp-size 1")
     dims = list(args.state_dim_per_tensor[number])
     if dims:
         outers = list(args.state_slice_outer_counts[number]) or [1] * len(entries)

@@ -40,10 +40,11 @@ class KVFerrySender(End, BaseKVSender):
         return self._room
 
     def pop_decode_prefix_len(self) -> int:
-        """Tokens that decode has already."""
+        """Tokens that decode has already, as far as they are whole pages here: SGLang sends from there on."""
         if self._error:
             return 0
-        self._prefix_tokens = self._sender.pop_decode_prefix_len()
+        prefix = self._sender.pop_decode_prefix_len()
+        self._prefix_tokens = prefix - prefix % int(self.kv_mgr.kv_args.page_size)
         return self._prefix_tokens
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
