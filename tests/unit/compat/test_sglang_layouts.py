@@ -19,7 +19,8 @@ PAGE, SLOTS, LAYERS, HEADS, DIM = 4, 24, 3, 4, 8
 
 def geometry(tp=0, tp_size=1, **more):
     facts = {
-        "model": "m", "layers": LAYERS, "dtype": "float16", "kv_heads": HEADS, "swa_kv_heads": HEADS, "rank": Rank(tp=tp),
+        "model": "m", "layers": LAYERS, "dtype": "float16", "kv_heads": HEADS, "swa_kv_heads": HEADS,
+        "rank": Rank(tp=tp),
         "sizes": Rank(1, 1, 1, tp_size), "state_tp_rank": tp, "state_tp_size": tp_size,
     }  # fmt: skip
     return Geometry(**{**facts, **more})
@@ -196,5 +197,5 @@ def test_lists_of_all_pages_leave_the_decode_prefix_out():
 
 def test_state_without_layer_ids_is_refused_where_stages_share_out_the_layers():
     args = state(kv_args(mha()), "swa", mha(layers=1), item=PAGE)
-    with pytest.raises(LayoutError, match="space 'swa'.*pp=2 stages"):
+    with pytest.raises(LayoutError, match=r"space 'swa'.*pp=2 stages"):
         layout_of(args, geometry(sizes=Rank(1, 2, 1, 1)))
