@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvferry.layout.deal import canonical, segments
 from kvferry.layout.elements import I64, elements, in_space, kinds_of, label, layers_of
 from kvferry.layout.space import Deal, Rows, Space
-from kvferry.layout.tensor import Field, Layout
+from kvferry.layout.tensor import SHAPE, Field, Layout
 
 _PROBE_TOKENS = 1 << 16
 
@@ -36,8 +36,8 @@ def supports(src: Layout, dst: Layout) -> Fit:
     """Whether what src holds of dst can be copied there; which layers it holds is the subject of `covers`."""
     if reason := next(_differences(src, dst), ""):
         return Fit(reason)
-    common = _fields(src).keys() & _fields(dst).keys()
-    return Fit(granule_tokens=math.lcm(*(_fields(dst)[key].granule_tokens for key in common)))
+    fields = _fields(dst)
+    return Fit(granule_tokens=math.lcm(*(fields[key].granule_tokens for key in _fields(src).keys() & fields.keys())))
 
 
 def covers(sources: Sequence[Layout], dst: Layout) -> str:
@@ -85,19 +85,25 @@ def _differences(src: Layout, dst: Layout) -> Iterator[str]:
         p, q = src_spaces[name].page_tokens, dst_spaces[name].page_tokens
         if isinstance(a, Rows) and p != q:
             yield f"rows of space {name!r}: prefill's are of {p} tokens, decode's of {q}; use the same page size"
-    src_fields, dst_fields = _fields(src), _fields(dst)
-    for (space, field), shape in src_fields.items():
-        other = dst_fields.get((space, field), shape)
-        for what in ("format", "nbytes", "headed", "granule_tokens"):
+    dst_fields = _fields(dst)
+    for (space, field, layer), shape in _fields(src).items():
+        other = dst_fields.get((space, field, layer), shape)
+        for what in SHAPE:
             if (a := getattr(shape, what)) != (b := getattr(other, what)):
                 yield (
-                    f"{what} of field {field!r} in space {space!r}: prefill has {a!r}, decode has {b!r}; "
-                    f"fields are copied as they are and can't be cut: use the same dtype, format and granule"
+                    f"{what} of field {field!r} in space {space!r}, layer {layer}: prefill has {a!r}, decode has "
+                    f"{b!r}; fields are copied as they are and can't be cut: use the same dtype, format and granule"
                 )
 
 
-def _fields(layout: Layout) -> dict[tuple[str, str], Field]:
-    return {(tensor.space, field.name): field for tensor in layout.tensors for field in tensor.fields}
+def _fields(layout: Layout) -> dict[tuple[str, str, int], Field]:
+    """By space, field and layer: draft layers may be wider than the others, or have another format."""
+    return {
+        (tensor.space, field.name, layer): field
+        for tensor in layout.tensors
+        for field in tensor.fields
+        for layer in tensor.layers
+    }
 
 
 def _tokens_missing(sources: Sequence[Layout], held: list[npt.NDArray[np.bool_]], space: Space) -> str:

@@ -6,8 +6,8 @@ Layouts also arrive from the network: nothing is allocated in proportion to a nu
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NoReturn
 
 import msgspec
@@ -17,7 +17,7 @@ from kvferry.errors import LayoutError
 from kvferry.layout.deal import canonical
 from kvferry.layout.elements import ID_BITS, elements, kinds_of, label
 from kvferry.layout.space import All, Cyclic, Ranges, Rows, Slot, Space, Window
-from kvferry.layout.tensor import Layout, Tensor
+from kvferry.layout.tensor import SHAPE, Field, Layout, Tensor
 
 MAX_ELEMENTS = 1 << 18
 """(space, field, layer, head) combinations of one rank."""
@@ -66,6 +66,7 @@ def validate(layout: Layout, side: str, *, bound: bool = False) -> None:
             )
         if bound and tensor.address < _LOWEST_ADDRESS:
             _fail(where, f"address {tensor.address:#x} is not bound to memory", "call bind(layout, buffers)")
+    _check_alike(side, layout)
     _check_distinct(side, layout)
 
 
@@ -208,6 +209,23 @@ def _check_cells(where: str, tensor: Tensor, granules: int, heads: int) -> None:
         )
 
 
+def _check_alike(side: str, layout: Layout) -> None:
+    """The heads of a layer may lie in several tensors, but they have one shape: peers compare it layer by layer."""
+    seen: dict[tuple[str, str, int], tuple[int, Field]] = {}
+    for number, tensor in enumerate(layout.tensors):
+        for field, layer in itertools.product(tensor.fields, tensor.layers):
+            first, other = seen.setdefault((tensor.space, field.name, layer), (number, field))
+            what = "" if other is field else next((each for each in SHAPE if _differ(each, other, field)), "")
+            if what:
+                values = f"{getattr(other, what)!r} and {getattr(field, what)!r}"
+                where = f"{side} tensors {first} and {number} (space {tensor.space!r})"
+                _fail(where, f"{what} of field {field.name!r} in layer {layer} is {values}", "one layer has one shape")
+
+
+def _differ(what: str, a: Field, b: Field) -> bool:
+    return bool(getattr(a, what) != getattr(b, what))
+
+
 def _check_distinct(side: str, layout: Layout) -> None:
     """No element twice, and no two tensors that start on the same bytes."""
     kinds = kinds_of(layout)
@@ -219,7 +237,7 @@ def _check_distinct(side: str, layout: Layout) -> None:
         (tensor.address, tensor.address + sum(field.nbytes for field in tensor.fields), number)
         for number, tensor in enumerate(layout.tensors)
     )
-    for (_, end, first), (start, _, second) in pairwise(cells):
+    for (_, end, first), (start, _, second) in itertools.pairwise(cells):
         if start < end:
             what = f"tensors {first} and {second} overlap: {start:#x} lies before {end:#x}"
             _fail(f"{side} layout", what, "give each tensor its own bytes")

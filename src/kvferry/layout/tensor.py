@@ -30,6 +30,10 @@ class Field(msgspec.Struct, frozen=True):
     format: str = "plain"
 
 
+SHAPE = ("format", "nbytes", "headed", "granule_tokens")
+"""What all ranks must say alike of a field, layer by layer."""
+
+
 class Strides(msgspec.Struct, frozen=True):
     """Bytes from one layer, page, token (granule) or head to the next."""
 

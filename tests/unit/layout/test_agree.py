@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from kvferry.layout import Cyclic, Field, Ranges, Rows, Space, Window, covers, supports
+from kvferry.layout import Cyclic, Field, Ranges, Rows, Space, Strides, Window, covers, supports
 from kvferry.presets import layer_major, mla, page_major
 
 change = msgspec.structs.replace
@@ -44,9 +44,36 @@ def test_a_field_that_differs_is_named_with_both_values(what, value):
     v = src.tensors[1]
     dst = change(src, tensors=(src.tensors[0], change(v, fields=(change(v.fields[0], **{what: value}),))))
     reason = supports(src, dst).reason
-    assert f"{what} of field 'v' in space 'kv'" in reason
+    assert f"{what} of field 'v' in space 'kv', layer 0" in reason
     assert repr(value) in reason
     assert repr(getattr(v.fields[0], what)) in reason
+
+
+def two_layers(first_bytes, second_bytes):
+    """A latent cache whose two layers are of different width."""
+    one = mla("m", layers=2, latent_dim=4, dtype="uint8", pages=2, page_tokens=4)
+    tensors, at = [], 0
+    for tensor, nbytes in zip(one.tensors, (first_bytes, second_bytes), strict=True):
+        field, strides = change(tensor.fields[0], nbytes=nbytes), Strides(page=4 * nbytes, token=nbytes)
+        wide = {"nbytes": 8 * nbytes, "item_bytes": 4 * nbytes, "strides_bytes": strides, "address": at}
+        tensors.append(change(tensor, fields=(field,), **wide))
+        at += 8 * nbytes
+    return change(one, tensors=tuple(tensors))
+
+
+def test_layers_of_one_field_are_compared_one_by_one():
+    """Layer 0 differs, the last one does not."""
+    reason = supports(two_layers(4, 8), two_layers(8, 8)).reason
+    assert "nbytes of field 'latent' in space 'kv', layer 0: prefill has 4, decode has 8" in reason
+    assert supports(two_layers(4, 8), two_layers(4, 8))
+
+
+def test_a_stage_without_the_wider_layers_is_no_obstacle():
+    both = two_layers(4, 8)
+    stages = [change(both, tensors=(tensor,)) for tensor in both.tensors]
+    assert all(supports(stage, both) for stage in stages)
+    assert supports(*stages), "they have no layer in common"
+    assert covers(stages, both) == ""
 
 
 def test_all_pipeline_stages_together_cover_what_one_alone_does_not():

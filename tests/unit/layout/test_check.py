@@ -162,6 +162,18 @@ def test_too_many_elements_are_refused_before_they_are_spelled_out():
     refused("more than 262144 elements", layout(state, Space("kv", 1, Cyclic(), Slot())))
 
 
+@pytest.mark.parametrize(("what", "value"), [("nbytes", 4), ("format", "fp8"), ("granule_tokens", 2)])
+def test_the_heads_of_a_layer_have_one_shape(what, value):
+    one = change(TENSOR, layers=(0, 1), heads=((0, 1),), strides_bytes=Strides(2048, 256, 8, 0), item_bytes=32)
+    field = change(K, **{what: value})
+    tokens = 4 // field.granule_tokens
+    other = change(one, heads=((1, 2),), fields=(field,), item_bytes=field.nbytes * tokens, address=4096)
+    text = f"tensors 0 and 1 .*{what} of field 'k' in layer 0 is {getattr(K, what)!r} and {value!r}"
+    refused(text, layout(one, SPACE, other))
+    validate(layout(one, SPACE, change(other, layers=(2, 3))), "prefill")
+    validate(layout(one, SPACE, change(one, heads=((1, 2),), fields=(change(K),), address=4096)), "prefill")
+
+
 def test_the_digest_ignores_addresses_and_nothing_else():
     one = layer_major("m", layers=2, kv_heads=2, head_dim=4, dtype="uint8", pages=4, page_tokens=4)
     assert digest(one) == digest(bind(one, [(1 << 20, 4096)]))

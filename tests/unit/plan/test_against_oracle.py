@@ -54,6 +54,7 @@ class Model:
     page_choices: tuple[int, ...]
     unit: int
     rows_of: int
+    draft_bytes: int
 
 
 def element(name, nbytes, granule=1, **rest):
@@ -85,7 +86,8 @@ def models(draw):
     layers, draft = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([0, 0, 1]))
     heads = {"conv_q": draw(st.integers(1, 3)), "conv_v": draw(st.integers(1, 5))}  # groups are sharded on their own
     rows_of = draw(st.sampled_from([1, 4]))
-    return Model(layers, draft, kv_heads, heads, fields, coverage, choices, granule, rows_of)
+    draft_bytes = draw(st.sampled_from([0, 3]))  # draft layers may be wider
+    return Model(layers, draft, kv_heads, heads, fields, coverage, choices, granule, rows_of, draft_bytes)
 
 
 @st.composite
@@ -152,7 +154,9 @@ def rank_layouts(draw, model, side, rank, tp, pp, deal):
             groups = [[item] for group in groups for item in group]
         split = [tuple(layer for layer in layers if (layer < model.layers) == main) for main in (True, False)]
         stacks = [(layer,) for layer in layers] if side["per_layer"] else [ids for ids in split if ids]
-        for group, ids in itertools.product(groups, stacks):
+        for cells_of, ids in itertools.product(groups, stacks):
+            more = model.draft_bytes if ids[0] >= model.layers else 0
+            group = [msgspec.structs.replace(item, nbytes=item.nbytes + more) for item in cells_of]
             total = model.heads.get(group[0].name, model.kv_heads)
             heads = head_intervals(total, tp, rank.tp, side["shuffled"]) if group[0].headed else ()
             count = sum(h1 - h0 for h0, h1 in heads) or 1
