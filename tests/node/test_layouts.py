@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry import KVPoll, KVReceiver, KVSender
-from kvferry.errors import InputError
+from kvferry import KVArgs, KVPoll, KVReceiver, KVSender
+from kvferry.errors import InputError, LayoutError
 from kvferry.layout import Ranges, Rows, Slot, Window
 from kvferry.presets import Block, Item, ModelShape, attention, layouts_of, parse_grid
 
@@ -98,6 +98,19 @@ def test_draft_layers_that_only_prefill_has_are_not_sent():
     ) as f:
         assert f.hand_over(5, 50) == f.held_bytes()
         f.check(5)
+
+
+def test_a_group_that_the_rank_is_not_in_is_refused_before_anything_starts():
+    """Nobody could say which of several replicas the rank should turn to."""
+    ours, theirs = sides(GQA, "tp=2,page=16", "tp=2,page=16")
+    with pytest.raises(LayoutError, match="decode group: dp0 pp0 cp0 tp0 is not among its ranks dp0 pp0 cp0 tp1"):
+        Fleet._rank("decode", theirs[0], theirs[1:], {})
+    with Fleet(ours, theirs) as fleet:
+        rank = fleet.decode[0]
+        with pytest.raises(LayoutError, match="is there twice"):
+            rank.manager.update_buffers(KVArgs(rank.layout, (), [rank.aux], theirs * 2))
+        assert fleet.hand_over(5, 20) == fleet.held_bytes()
+        fleet.check(5)
 
 
 def test_prefill_begins_where_decode_has_enough():

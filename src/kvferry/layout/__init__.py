@@ -4,6 +4,7 @@ from kvferry.layout.agree import Fit, covers, supports
 from kvferry.layout.bind import bind
 from kvferry.layout.check import digest, validate
 from kvferry.layout.deal import Segments, extent, first_slot, list_begin, num_pages, segments, slots_below
+from kvferry.layout.group import validate_group
 from kvferry.layout.space import All, Coverage, Cyclic, Deal, Ranges, Rows, Slot, Space, Window
 from kvferry.layout.tensor import Device, Field, Host, Layout, Memory, Strides, Tensor
 
@@ -37,4 +38,5 @@ __all__ = [
     "slots_below",
     "supports",
     "validate",
+    "validate_group",
 ]

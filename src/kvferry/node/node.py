@@ -17,7 +17,7 @@ from kvferry.engines.grants import GrantTable
 from kvferry.engines.seam import Caps, Engine, EngineConfig, Limits, Region
 from kvferry.errors import Code, ConfigError, ForkError, Reason
 from kvferry.ids import PeerId, Side
-from kvferry.layout import Device, Layout, validate
+from kvferry.layout import Device, Layout, validate, validate_group
 from kvferry.node import forks
 from kvferry.node.aux import AuxBuffer, AuxRows
 from kvferry.node.claims import Claims
@@ -68,6 +68,7 @@ class Node:
         """
         control, self._data = control_plane(config), data_plane(config)
         validate(layout, side.value, bound=True)
+        validate_group(layout, group, side.value)
         self._pid, self._generation = os.getpid(), forks.generation
         self.side = side
         self.is_prefill = side is Side.PREFILL
@@ -169,6 +170,7 @@ class Node:
         """
         self.check_fork()
         validate(layout, self.side.value, bound=True)
+        validate_group(layout, group, self.side.value)
         if (layout.rank, layout.spaces) != (self.layout.rank, self.layout.spaces):
             raise ConfigError(
                 f"{self.side.value}: update_buffers can't change rank or spaces "
