@@ -64,10 +64,10 @@ class Fleet:
         for rank in (*self.decode, *self.prefill):
             rank.manager.shutdown()
 
-    def hand_over(self, room, num_tokens, *, prefix=0, first_token=0, chunk_pages=1000, rows=0):
-        """One request from all prefill to all decode ranks; returns the bytes that decode ranks got."""
+    def hand_over(self, room, num_tokens, *, prefix=0, first_token=0, chunk_pages=1000, rows=0, more=()):
+        """One request from all prefill to all decode ranks, told `more` addresses too; returns the bytes they got."""
         senders = [self._send(rank, room, num_tokens, first_token, chunk_pages, rows) for rank in self.prefill]
-        endpoints = [rank.manager.endpoint for rank in self.prefill]
+        endpoints = [rank.manager.endpoint for rank in self.prefill] + list(more)
         receivers = [self._receive(rank, endpoints, room, num_tokens, prefix, rows) for rank in self.decode]
         for each in (*receivers, *senders):
             assert each.wait(20) is KVPoll.Success, each.failure()

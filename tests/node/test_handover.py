@@ -113,7 +113,7 @@ def test_two_rooms_can_not_fill_one_page(both, kit):
 
 def test_the_chunks_hold_the_tokens_that_init_said(both):
     sender = KVSender(both[0].manager, None, 14)
-    with pytest.raises(InputError, match="tokens 0 to 16 need 1 pages of 16 tokens, num_kv_indices is 2"):
+    with pytest.raises(InputError, match="tokens 0 to 16 need 1 pages of 16 tokens, 2 were given"):
         sender.init(2, 0, num_tokens=16)
     sender.init(2, 0, num_tokens=30)
     sender.send([1], num_kv_tokens=16)

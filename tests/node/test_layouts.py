@@ -28,6 +28,7 @@ HYBRID = ModelShape(
         Block("mamba", (1, 4), CONV, Slot(), per="request"),
     ),
 )
+SLIDING = ModelShape("sliding", (Block("kv", (0, 1), KV, Window(33)),))
 HYBRID_MLA = ModelShape(
     "hybrid-mla",
     (
@@ -60,6 +61,8 @@ def sides(model, prefill, decode):
         (HYBRID, "tp=2,page=16", "tp=1,page=16"),
         (HYBRID, "tp=1,page=16", "tp=4,page=8,order=hnd"),
         (HYBRID, "pp=3,tp=4,page=8", "pp=2,tp=2,page=32"),
+        (SLIDING, "tp=2,page=16", "page=8"),
+        (SLIDING, "cp=2,deal=page,page=16", "dcp=2,page=16"),
         (HYBRID_MLA, "tp=4,page=16", "tp=2,page=16"),
         (HYBRID_MLA, "tp=2,pp=2,page=16", "tp=1,page=64"),
     ],
@@ -179,6 +182,52 @@ def test_any_tensor_parallel_sizes_below_and_above_the_heads(heads):
             with Fleet(*sides(model, f"tp={prefill}", f"tp={decode},order=hnd")) as fleet:
                 assert fleet.hand_over(5, 33) == fleet.held_bytes(), (prefill, decode)
                 fleet.check(5)
+
+
+def test_of_a_window_only_the_pages_that_are_kept_are_listed():
+    """A list of all pages would be read as one of the last ones: it is refused, on both sides."""
+    (ours,), (theirs,) = sides(SLIDING, "page=16", "page=16")
+    with Fleet([ours], [theirs]) as fleet:
+        sender = KVSender(fleet.prefill[0].manager, None, 5)
+        with pytest.raises(InputError, match=r"tokens 0 to 130 need 3 pages of 16 tokens, .*Window.*, 9 were given"):
+            sender.init(9, num_tokens=130)
+        with pytest.raises(InputError, match=r"num_tokens is needed, .*'kv'.*Window\(tokens=33\)"):
+            sender.init(3)
+        receiver = KVReceiver(fleet.decode[0].manager, None, 5, peers=[fleet.prefill[0].manager.endpoint])
+        receiver.init()
+        with pytest.raises(InputError, match=r"need 3 pages of 16 tokens, .*Window.*, 9 were given"):
+            receiver.send_metadata(range(9), num_tokens=130)
+        with pytest.raises(InputError, match="num_tokens is needed"):
+            receiver.send_metadata(range(3))
+
+
+def test_the_list_of_a_rank_with_a_share_of_the_tokens_is_counted():
+    """Token i lies at rank i % 2: 20 of 40 tokens are 3 pages of 8."""
+    ours, theirs = sides(MLA, "dcp=2,page=8", "dcp=2,page=8")
+    with Fleet(ours[:1], theirs[:1]) as fleet:
+        words = r"tokens 0 to 40 need 3 pages of 8 tokens, .*Cyclic.*, 2 were given"
+        sender = KVSender(fleet.prefill[0].manager, None, 5)
+        receiver = KVReceiver(fleet.decode[0].manager, None, 5, peers=[fleet.prefill[0].manager.endpoint])
+        receiver.init()
+        with pytest.raises(InputError, match=words):
+            sender.init(2, num_tokens=40)
+        with pytest.raises(InputError, match=words):
+            receiver.send_metadata([1, 2], num_tokens=40)
+
+
+def test_rows_in_the_main_space_are_refused():
+    rows = ModelShape("m", (Block("kv", (0,), (Item("row", 2),), Rows()),))
+    with pytest.raises(LayoutError, match="space 'kv' has coverage Rows"):
+        Fleet._rank("decode", layouts_of(rows, parse_grid(""), 8)[0], (), {})
+
+
+def test_a_prefill_rank_that_is_named_twice_is_one():
+    with Fleet(*sides(GQA, "tp=2,page=16", "page=16")) as fleet:
+        for room, name in ((5, "127.0.0.1"), (6, "localhost")):
+            first = fleet.prefill[0].manager
+            more = [f"{name}:{first.endpoint.rpartition(':')[2]}"]
+            assert fleet.hand_over(room, 40, more=more) == fleet.held_bytes()
+            fleet.check(room)
 
 
 def test_a_rank_that_holds_no_token_of_a_short_request_is_no_obstacle():

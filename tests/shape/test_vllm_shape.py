@@ -195,7 +195,7 @@ def test_a_claim_of_a_preempted_request_fails_and_is_recomputed(pair: Pair) -> N
 
 def test_send_facts_that_cannot_be_carried_out_leave_no_room_behind(nothing_left_behind: None) -> None:
     with KVManager(make_pool("page_major", 0, 1).args(), "prefill", environ={}, **SETTINGS) as manager:
-        with pytest.raises(InputError, match="tokens 0 to 100 need 7 pages of 16 tokens, num_kv_indices is 2"):
+        with pytest.raises(InputError, match="tokens 0 to 100 need 7 pages of 16 tokens, 2 were given"):
             KVSender.from_facts(manager, SendFacts(1, 2, num_tokens=100))
         KVSender(manager, None, 1).clear()
 

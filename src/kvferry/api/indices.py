@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.api.base import Indices, StateIndices
-from kvferry.errors import InputError
-from kvferry.layout import Cyclic, Layout, Space
+from kvferry.errors import InputError, LayoutError
+from kvferry.layout import All, Cyclic, Layout, Rows, Space, num_pages
+from kvferry.layout.deal import canonical
 from kvferry.node.batching import MAIN
 from kvferry.wire import pack_pages
 
@@ -27,6 +28,11 @@ class PageSpaces:
     def __init__(self, layout: Layout, side: str) -> None:
         self.side = side
         self.spaces = {space.name: space for space in layout.spaces}
+        if self.main is not None and isinstance(self.main.coverage, Rows):
+            raise LayoutError(
+                f"{side} space {MAIN!r} has coverage Rows, but kv_indices are pages of tokens",
+                hint="give the space another name and pass its rows in state_indices",
+            )
         self.pages = {
             name: min((tensor.pages for tensor in layout.tensors if tensor.space == name), default=NO_POOL)
             for name in self.spaces
@@ -44,10 +50,22 @@ class PageSpaces:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens per page of the main space; 0 where this rank holds only a share of the tokens."""
+        """Tokens per page of the main space; 0 where this rank holds only a share, or the last ones, of the tokens."""
         space = self.main
-        whole = space is not None and isinstance(space.deal, Cyclic) and space.deal.ranks == 1
+        whole = space is not None and canonical(space.deal) == Cyclic() and space.coverage == All()
         return space.page_tokens if space is not None and whole else 0
+
+    def check_count(self, what: str, pages: int, from_token: int, num_tokens: int, hint: str) -> None:
+        """Raise InputError unless a list of the main space has the pages of tokens [from_token, num_tokens)."""
+        space = self.main
+        if space is None or pages == (needed := num_pages(space, from_token, num_tokens)):
+            return
+        kept = "" if self.page_tokens else f", of the tokens that this rank keeps ({space.coverage}, {space.deal})"
+        raise InputError(
+            f"{what}: tokens {from_token} to {num_tokens} need {needed} pages of {space.page_tokens} tokens{kept}, "
+            f"{pages} were given",
+            hint=hint,
+        )
 
     def check(self, indices: Indices, space: str, what: str) -> npt.NDArray[np.int32]:
         """The indices as int32.

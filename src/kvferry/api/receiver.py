@@ -153,21 +153,12 @@ class KVReceiver(Room, BaseKVReceiver):
         return Target(find, (address, dp_rank) if dp_rank is not None else None)
 
     def _check_pages(self, facts: ClaimFacts) -> None:
-        page_tokens = self.kv_mgr.spaces.page_tokens
-        if not page_tokens and facts.num_tokens is None:
-            raise InputError(
-                f"decode room {self.bootstrap_room}: num_tokens is needed, because this rank holds only a share of them"
-            )
-        if not page_tokens or facts.num_tokens is None:
-            return
-        start = facts.prefix_tokens // page_tokens
-        needed = -(-facts.num_tokens // page_tokens) - start if facts.num_tokens > facts.prefix_tokens else 0
-        if facts.num_pages != needed:
-            raise InputError(
-                f"decode room {self.bootstrap_room}: tokens {facts.prefix_tokens} to {facts.num_tokens} need {needed} "
-                f"pages of {page_tokens} tokens, {facts.num_pages} were given",
-                hint="the list begins with the page of token decode_prefix_len",
-            )
+        spaces, where = self.kv_mgr.spaces, f"decode room {self.bootstrap_room}"
+        if facts.num_tokens is not None:
+            hint = "the list begins with the page of the first token from decode_prefix_len on that this rank keeps"
+            spaces.check_count(where, facts.num_pages, facts.prefix_tokens, facts.num_tokens, hint)
+        elif not spaces.page_tokens:
+            raise InputError(f"{where}: num_tokens is needed, because this rank keeps only some of the tokens")
 
 
 def _canonical(peer: str) -> str:

@@ -10,6 +10,7 @@ from kvferry.api.indices import whole_number
 from kvferry.api.room import MAX_TAG, Room
 from kvferry.errors import Code, InputError, ProtocolError
 from kvferry.ids import Side
+from kvferry.layout import All
 from kvferry.node.batching import MAIN
 from kvferry.proto.effects import Chunk, Kind, OfferFacts
 
@@ -134,15 +135,15 @@ class KVSender(Room, BaseKVSender):
     # -- helpers
 
     def _check_tokens(self, facts: OfferFacts) -> None:
-        if facts.num_tokens is None or not facts.page_tokens:
-            return
-        begin = facts.first_token // facts.page_tokens
-        needed = -(-facts.num_tokens // facts.page_tokens) - begin if facts.num_tokens > facts.first_token else 0
-        if facts.num_pages != needed:
+        if facts.num_tokens is not None:
+            self.kv_mgr.spaces.check_count(
+                f"prefill room {self.bootstrap_room}", facts.num_pages, facts.first_token, facts.num_tokens,
+                "num_kv_indices counts pages, not tokens, from the page of first_token on",
+            )  # fmt: skip
+        elif (main := self.kv_mgr.spaces.main) is not None and main.coverage != All():
             raise InputError(
-                f"prefill room {self.bootstrap_room}: tokens {facts.first_token} to {facts.num_tokens} need {needed} "
-                f"pages of {facts.page_tokens} tokens, num_kv_indices is {facts.num_pages}",
-                hint="num_kv_indices counts pages, not tokens, from the page of first_token on",
+                f"prefill room {self.bootstrap_room}: num_tokens is needed, because of space {main.name!r} only "
+                f"the end of a request is kept ({main.coverage})"
             )
 
     def _without_state(self, pages: dict[str, bytes], num_pages: int) -> dict[str, bytes]:

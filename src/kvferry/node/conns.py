@@ -147,7 +147,7 @@ class Conns:
 
     def group_of(self, addresses: list[str]) -> Group:
         """The prefill group at these addresses; all of them are ready."""
-        conns = [self.by_address[address] for address in addresses]
+        conns = list(dict.fromkeys(self.by_address[address] for address in addresses))  # one may have several names
         conns.sort(key=lambda conn: _aux_order(conn.theirs.layout))
         key = tuple(conn.peer for conn in conns)
         if key not in self._groups:
