@@ -7,14 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.layout.deal import canonical, segments
 from kvferry.layout.elements import I64, elements, in_space, kinds_of, label, layers_of
-from kvferry.layout.space import Deal, Rows, Space
+from kvferry.layout.shared_out import tokens_missing
+from kvferry.layout.space import Rows
 from kvferry.layout.tensor import SHAPE, Field, Layout
-
-_PROBE_TOKENS = 1 << 16
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -63,7 +60,7 @@ def covers(sources: Sequence[Layout], dst: Layout) -> str:
         )
     for space in dst.spaces:
         mine = in_space(wanted, kinds, space.name) & ~left
-        if reason := _tokens_missing(sources, [mask[mine] for mask in held], space):
+        if reason := tokens_missing(sources, [mask[mine] for mask in held], space):
             return reason
     return ""
 
@@ -104,38 +101,6 @@ def _fields(layout: Layout) -> dict[tuple[str, str, int], Field]:
         for field in tensor.fields
         for layer in tensor.layers
     }
-
-
-def _tokens_missing(sources: Sequence[Layout], held: list[npt.NDArray[np.bool_]], space: Space) -> str:
-    """held[s]: which of the space's elements source s holds."""
-    deals = [_deal(source, space.name) for source in sources]
-    unique = sorted({deal for deal in deals if deal is not None}, key=repr)
-    by_deal = [np.any([mask for mask, own in zip(held, deals, strict=True) if own == deal], axis=0) for deal in unique]
-    for pattern in {tuple(column) for column in np.array(by_deal, bool).T}:
-        owners = [deal for deal, is_owner in zip(unique, pattern, strict=True) if is_owner]
-        gap = _first_gap(owners, space)
-        if gap >= 0:
-            return (
-                f"space {space.name!r}: decode needs token {gap} of a request of {_PROBE_TOKENS}, "
-                f"prefill ranks that hold {owners} lack it; start all context parallel ranks of prefill"
-            )
-    return ""
-
-
-def _deal(layout: Layout, space: str) -> Deal | None:
-    return next((canonical(own.deal) for own in layout.spaces if own.name == space), None)
-
-
-def _first_gap(owners: list[Deal], space: Space) -> int:
-    """The first token of dst's that no owner holds in a request of _PROBE_TOKENS; -1 if there is none."""
-    depth = np.zeros(_PROBE_TOKENS + 1, np.int64)
-    wanted = np.zeros_like(depth)
-    for target, deal in [(wanted, space.deal), *((depth, deal) for deal in owners)]:
-        part = segments(Space(deal=deal), 0, _PROBE_TOKENS, _PROBE_TOKENS)
-        np.add.at(target, part.token, 1)
-        np.add.at(target, part.token + part.length, -1)
-    gaps = np.flatnonzero((np.cumsum(wanted) > 0) & (np.cumsum(depth) == 0))
-    return int(gaps[0]) if len(gaps) else -1
 
 
 def _ranges(ids: I64) -> str:

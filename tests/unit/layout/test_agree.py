@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from kvferry.ids import Rank
 from kvferry.layout import Cyclic, Field, Ranges, Rows, Space, Strides, Window, covers, supports
 from kvferry.presets import layer_major, mla, page_major
 
@@ -136,6 +137,51 @@ def test_a_context_parallel_rank_missing_in_one_stage_is_noticed():
     grid = [make(layer_ids=[p], layers=2, deal=Ranges(2, (c,))) for p in range(2) for c in range(2)]
     assert covers(grid, make(layers=2)) == ""
     assert "lack it" in covers(grid[:3], make(layers=2))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "owned", "words"),
+    [
+        (Cyclic(), [Cyclic(1 << 17, 2, 0)], "decode needs token 131072 "),
+        (Cyclic(1 << 17, 2, 1), [Cyclic(1 << 16, 2, 0)], "decode needs token 196608 "),
+        (Cyclic(), [Ranges(2, (0,), 1 << 18)], "decode needs token 8589934592 "),
+        # of 80 tokens one has 48, the other the last 16
+        (Cyclic(), [Ranges(2, (0,), 16), Ranges(2, (1,), 32)], "it can't be shown"),
+        (Ranges(2, (0,), 32), [Ranges(2, (0,), 16)], "it can't be shown"),
+        (Ranges(4, (0, 1), 4), [Ranges(2, (0,), 4)], "it can't be shown"),
+        (Cyclic(7, 1 << 16, 0), [Cyclic(7, 3 << 14, rank) for rank in range(0, 3 << 14, 1 << 14)], "it can't be shown"),
+    ],
+)
+def test_tokens_that_are_missing_of_some_request_are_noticed_however_deals_differ(wanted, owned, words):
+    sources = [make(deal=deal, rank=Rank(cp=number)) for number, deal in enumerate(owned)]
+    assert words in covers(sources, make(deal=wanted))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "owned"),
+    [
+        (Ranges(2, (0,), 32), [Ranges(3, (part,), 16) for part in range(3)]),
+        (Ranges(2, (0,), 32), [Ranges(2, (0,), 32)]),
+        (Ranges(4, (0,), 8), [Ranges(4, (0, 3), 8), Cyclic(4, 2, 1)]),
+        (Cyclic(4, 4, 2), [Cyclic(4, 2, 0), Ranges(2, (1,), 8)]),
+        (Cyclic(1, 2, 1), [Cyclic(1, 4, 1), Cyclic(1, 4, 3)]),
+        (Cyclic(1 << 20, 1 << 10, 5), [Cyclic(1 << 20, 2, 1)]),
+        (Ranges(1 << 16, (5,), 3), [Cyclic(1 << 20, 2, rank) for rank in range(2)]),
+    ],
+)
+def test_deals_that_differ_cover_each_other_where_it_is_certain(wanted, owned):
+    sources = [make(deal=deal, rank=Rank(cp=number)) for number, deal in enumerate(owned)]
+    assert covers(sources, make(deal=wanted)) == ""
+
+
+def test_what_is_missing_is_said_in_few_words():
+    odd = Ranges(1 << 15, tuple(range(1, 1 << 15, 2)), 4)
+    reason = covers([make(deal=odd)], make())
+    assert "decode needs token 0" in reason
+    assert "hold [16384 of 32768 ranges in units of 4]" in reason
+    reason = covers([make(deal=Cyclic(4, 16, cp), rank=Rank(cp=cp)) for cp in range(15)], make())
+    assert "and 11 more] lack it" in reason
+    assert len(reason) < 500
 
 
 def test_a_source_without_the_space_holds_nothing_of_it():
