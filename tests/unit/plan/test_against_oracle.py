@@ -356,6 +356,13 @@ def test_presets_of_any_order_and_page_size_exchange_their_cache(ours, theirs, d
     check_side([whole], dst, [dst], data.draw, (data.draw(st.sampled_from([0, 3])), 41, 0), 0, 1000, Limits())
 
 
+def test_the_oracle_cuts_a_request_by_its_tokens_however_many_rows_there_are():
+    space = Space("kv", 2, Ranges(3, (1,)))
+    assert pages_of(space, 0, 2, 0) == pages_of(space, 0, 2, 4) == [0], "token 1 of 0 and 1"
+    assert pages_of(Space("index", 1, Cyclic(), Rows()), 0, 2, 4) == [0, 1, 2, 3]
+    assert pages_of(Space("state", 1, Cyclic(), Slot()), 0, 0, 0) == [0]
+
+
 def test_the_oracle_sees_a_missing_row_and_a_byte_outside_the_pages():
     layout = page_major("m", layers=1, kv_heads=1, head_dim=4, dtype="uint8", pages=2, page_tokens=4)
     source, target = Memory(layout), Memory(layout)
