@@ -24,6 +24,7 @@ MAX_ELEMENTS = 1 << 18
 _MAX_TENSORS, _MAX_SPACES, _MAX_FIELDS, _MAX_NAME = 4096, 64, 64, 256
 _MAX_ID = (1 << ID_BITS) - 1
 _MAX_BYTES = (1 << 62) - 1
+_MAX_PARTS = 4096  # of a request; each is looked at for each request
 _LOWEST_ADDRESS = 4096  # no system maps page 0: what lies below is an offset, not an address
 
 _Bound = tuple[str, int, int, int]
@@ -119,7 +120,7 @@ def _space_bounds(space: Space) -> Iterator[_Bound]:
     deal = space.deal
     yield "deal unit_tokens", deal.unit_tokens, 1, _MAX_ID
     if isinstance(deal, Ranges):
-        yield "deal parts", deal.parts, 1, 1 << 16
+        yield "deal parts", deal.parts, 1, _MAX_PARTS
         yield "number of owned parts", len(deal.owned), 1, deal.parts
         yield from (("owned part", part, 0, deal.parts - 1) for part in deal.owned)
     else:

@@ -99,9 +99,12 @@ def _strides(table: Table) -> I64:
 def _grouped(table: Table, page_tokens: I64) -> tuple[Pieces, ...]:
     """Split pieces by strides, so that each group is expanded by one formula."""
     kind = np.concatenate([_strides(table), table.dense()[None], table.linear(page_tokens)[None]]).T
+    rows, number = np.unique(kind, axis=0, return_inverse=True)
+    order = np.argsort(number.reshape(-1), kind="stable")
+    members = np.split(order, np.cumsum(np.bincount(number.reshape(-1), minlength=len(rows)))[:-1])
     groups = []
-    for row in np.unique(kind, axis=0):
-        some = table.take(np.all(kind == row, axis=1))
+    for row, chosen in zip(rows, members, strict=False):  # of no rows the split makes one empty part
+        some = table.take(chosen)
         src_page, dst_page, src_token, dst_token, granule, dense, linear = row.tolist()
         strides = (src_page, dst_page), (src_token, dst_token)
         groups.append(Pieces(some.base, some.nbytes, *strides, granule, bool(dense), bool(linear)))

@@ -102,6 +102,7 @@ def test_a_granule_must_fit_the_deal_unless_one_rank_holds_all():
         ("deal rank is 2", Space("kv", 4, Cyclic(1, 2, 2))),
         ("deal ranks is 4294967296", Space("kv", 4, Cyclic(1, 2**32, 2))),
         ("deal parts is 4294967296", Space("kv", 4, Ranges(2**32, (0,)))),
+        ("deal parts is 4097", Space("kv", 4, Ranges(4097, (0,)))),
         ("number of owned parts is 0", Space("kv", 4, Ranges(2, ()))),
         ("owned part is 2", Space("kv", 4, Ranges(2, (2,)))),
         ("owned parts repeat", Space("kv", 4, Ranges(2, (1, 1)))),

@@ -1,5 +1,7 @@
 """What a route says about two layouts, before there is any request."""
 
+import time
+
 import msgspec
 import numpy as np
 import pytest
@@ -132,3 +134,21 @@ def test_a_route_can_be_narrowed_to_some_fields():
         whole.only({"kv": ("k", "x")})
     with pytest.raises(InputError, match="space 'swa'"):
         whole.only({"swa": ("k",)})
+
+
+def test_a_peer_whose_tensors_all_stride_otherwise_costs_no_more_time_than_they_are_many():
+    """Each is a group of pieces of its own; what a peer declares is planned on the thread that serves all peers."""
+
+    def held(padding):
+        tensors = []
+        for number in range(4096):
+            strides = Strides(64, 4 * (64 + padding * number), 16, 8)
+            nbytes = strides.page * 2
+            layers = tuple(range(4 * number, 4 * number + 4))
+            tensors.append(Tensor("kv", layers, ((0, 2),), (Field("k", 8),), number << 24, nbytes, strides, 64, 2))
+        return Layout("m", "bf16", 2, tuple(tensors), (Space("kv", 4),))
+
+    before = time.process_time()
+    pieces = route(held(1), held(0)).leg("kv").page_pieces
+    assert time.process_time() - before < 1
+    assert len(pieces) == 4096
