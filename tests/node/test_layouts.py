@@ -122,6 +122,13 @@ def test_prefill_begins_where_decode_has_enough():
         fleet.check(5)
 
 
+def test_where_both_sides_have_all_already_no_page_is_listed():
+    """Also if the last page is not full: prefill begins at token 130, which is the request's end."""
+    with Fleet(*sides(GQA, "tp=2,page=16", "page=64")) as fleet:
+        assert fleet.hand_over(5, 130, prefix=130, first_token=130) == 0
+        fleet.check(5)
+
+
 @pytest.mark.parametrize("prefix", [0, 1 * 16, 5 * 16, 9 * 16, 10 * 16])
 def test_the_first_pages_that_decode_has_are_not_touched(prefix):
     """Field note B07: k of ten pages are there already; with all ten only the metadata row travels."""

@@ -82,7 +82,8 @@ class OfferFacts(msgspec.Struct, frozen=True):
         """The token after the last one that the pages can hold."""
         if not self.page_tokens:
             return self.num_tokens or 0
-        return (self.first_token // self.page_tokens + self.num_pages) * self.page_tokens
+        start = self.first_token // self.page_tokens * self.page_tokens
+        return max(self.first_token, start + self.num_pages * self.page_tokens)
 
 
 class ClaimFacts(msgspec.Struct, frozen=True):

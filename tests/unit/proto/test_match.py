@@ -152,6 +152,7 @@ def test_claims_that_joined_before_init_are_checked_when_it_says_more(net, prefi
 
 def test_the_end_of_an_offer_is_the_end_of_its_last_page():
     assert OfferFacts(num_pages=3, page_tokens=4, first_token=6).end_tokens == 16
+    assert OfferFacts(num_pages=0, page_tokens=4, first_token=6).end_tokens == 6
     assert OfferFacts(num_pages=3, page_tokens=0, num_tokens=9).end_tokens == 9
 
 
