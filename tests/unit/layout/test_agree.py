@@ -37,6 +37,11 @@ def test_what_differs_is_named_with_both_values(words, dst):
     assert all(word in reason for word in words), reason
 
 
+def test_rows_of_another_size_are_named_with_both_values():
+    src, dst = (change(make(), spaces=(Space("kv", tokens, Cyclic(), Rows()),)) for tokens in (4, 16))
+    assert "rows of space 'kv': prefill's are of 4 tokens, decode's of 16" in supports(src, dst).reason
+
+
 @pytest.mark.parametrize(
     ("what", "value"), [("format", "fp8_block"), ("nbytes", 9), ("headed", False), ("granule_tokens", 4)]
 )
