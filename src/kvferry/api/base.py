@@ -104,7 +104,8 @@ class BaseKVSender(BaseRoom):
             num_kv_indices: pages that all sends together will name; the send that completes them is the last.
             aux_index: the request's row in the metadata buffers, read at the last send.
             first_token: the token that the first page holds first; 0 is the whole request.
-            num_tokens: the request's tokens; None = not known here, whole pages count.
+            num_tokens: the request's tokens; None = not known here, whole pages count. Needed where a window is kept:
+                the pages are those of the window then.
             tag: request tag (see request_tag); 0 = none.
         """
 
@@ -150,7 +151,8 @@ class BaseKVReceiver(BaseRoom):
             state_indices: page (or slot, or row) numbers of each space but "kv", by name or in the order of the
                 layout's spaces.
             decode_prefix_len: tokens that are here already; they are never written.
-            num_tokens: the request's tokens; None = not known here, whole pages count.
+            num_tokens: the request's tokens; None = not known here, whole pages count. Needed where this rank keeps
+                only some of them, a window or a share: the pages are those of these tokens then.
             tag: request tag, if init did not say it.
         """
 
