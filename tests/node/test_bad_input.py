@@ -380,3 +380,19 @@ def test_use_in_a_forked_child_is_refused_by_name():
     )  # fmt: skip
     assert ended.stdout.split("\n")[:2] == ["", "0 Success Success"], ended.stdout + ended.stderr
     assert ended.returncode == 0
+
+
+@pytest.mark.parametrize("chunks", [[[1, 2, 1]], [[1, 2], [2]], [list(range(100, 180)), [100]]])
+def test_a_page_that_is_sent_twice_fails_the_room_on_both_sides(make, kit, chunks):
+    layout = page_major("toy", layers=3, kv_heads=2, head_dim=8, dtype="float16", pages=200, page_tokens=16)
+    prefill, decode = make("prefill", layout=layout), make("decode", layout=layout)
+    sender = KVSender(prefill.manager, None, 5)
+    sender.init(sum(len(chunk) for chunk in chunks), 0)
+    count = sum(len(chunk) for chunk in chunks)
+    receiver = kit.claim(decode, prefill, 5, range(count))
+    for chunk in chunks[:-1]:
+        sender.send(chunk)
+    with pytest.raises(InputError, match="of space 'kv' is sent twice"):
+        sender.send(chunks[-1])
+    assert receiver.wait(3) is KVPoll.Failed
+    assert "sent twice" in str(receiver.failure())

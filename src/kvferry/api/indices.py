@@ -14,6 +14,8 @@ from kvferry.layout.deal import canonical
 from kvferry.node.batching import MAIN
 from kvferry.wire import pack_pages
 
+FEW_PAGES = 64
+
 NO_POOL = 1 << 31
 """Any page number will do where no page is."""
 
@@ -117,6 +119,16 @@ class PageSpaces:
                 hint=f"pass one list for each of {names}, in this order, or a dictionary",
             )
         return dict(zip(names, state, strict=True))
+
+
+def repeated(numbers: npt.NDArray[np.int32]) -> int:
+    """A page that is named twice; -1 if none is."""
+    if len(numbers) <= FEW_PAGES:  # the call of numpy costs more than all of it
+        few = numbers.tolist()
+        return -1 if len(set(few)) == len(few) else max(few, key=few.count)
+    ordered = np.sort(numbers)
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    return int(ordered[twice[0]]) if len(twice) else -1
 
 
 def whole_number(value: object, name: str, side: str, *, least: int = 0, most: int = 2**63 - 1) -> int:

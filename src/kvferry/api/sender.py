@@ -6,13 +6,14 @@ import time
 from typing import TYPE_CHECKING
 
 from kvferry.api.base import BaseKVSender, Event, Indices, StateIndices
-from kvferry.api.indices import whole_number
+from kvferry.api.indices import repeated, whole_number
 from kvferry.api.room import MAX_TAG, Room
 from kvferry.errors import Code, InputError, ProtocolError
 from kvferry.ids import Side
 from kvferry.layout import All
 from kvferry.node.batching import MAIN
 from kvferry.proto.effects import Chunk, Kind, OfferFacts
+from kvferry.wire import unpack_pages
 
 if TYPE_CHECKING:
     from kvferry.api.facts import SendFacts
@@ -42,6 +43,7 @@ class KVSender(Room, BaseKVSender):
         self._facts: OfferFacts | None = None
         self._aux_index = -1
         self._pages_sent = 0
+        self._named: list[bytes] = []
         self._chunks = 0
         self._chunks_said = 0
         self._tokens_said = 0
@@ -95,7 +97,7 @@ class KVSender(Room, BaseKVSender):
 
         Raises:
             InputError: wrong dtype or shape, a page outside of the pool, state_indices before the last chunk, or more
-                pages than init declared; in the last case the room fails, on both sides.
+                pages than init declared, or one of them twice; in the last two cases the room fails, on both sides.
             ProtocolError: init was not called, or the last chunk was sent before.
         """
         facts = self._facts
@@ -107,6 +109,7 @@ class KVSender(Room, BaseKVSender):
         if not last:
             pages = self._without_state(pages, facts.num_pages)
         self._check_count(facts, count, num_kv_tokens)
+        self._check_distinct(pages, last)
         query = after.query if after is not None else None
         chunk = Chunk(self._chunks, self._pages_sent, pages, last)
         aux = self.kv_mgr.node.aux.read(self._aux_index) if last and self._aux_index >= 0 else b""
@@ -145,6 +148,18 @@ class KVSender(Room, BaseKVSender):
                 f"prefill room {self.bootstrap_room}: num_tokens is needed, because of space {main.name!r} only "
                 f"the end of a request is kept ({main.coverage})"
             )
+
+    def _check_distinct(self, pages: dict[str, bytes], last: bool) -> None:
+        """Refuse a page that is named twice: it would be right in one place at most."""
+        self._named.append(pages.get(MAIN, b""))
+        lists = {**pages, MAIN: b"".join(self._named)} if last else pages
+        for space, data in lists.items():
+            page = repeated(unpack_pages(data))
+            if page >= 0:
+                cause = f"page {page} of space {space!r} is sent twice"
+                self.fail(Code.PAGE_COUNT, cause, "send")
+                hint = "the room has failed on both sides; each page of a request is sent once"
+                raise InputError(f"prefill room {self.bootstrap_room}: {cause}", hint=hint)
 
     def _without_state(self, pages: dict[str, bytes], num_pages: int) -> dict[str, bytes]:
         """The pages of a chunk that is not the last: lists of state spaces come whole, with the last one."""

@@ -30,7 +30,7 @@ def kv_args(pools, **more):
     """KVArgs of pools [slots, ...], one per entry; an item is a page."""
     facts = {
         "page_size": PAGE, "kv_cache_dtype_str": "float16", "num_draft_entries": 0, "kv_layer_ids": [],
-        "prefill_start_layer": 0, "kv_data_ptrs": [pool.ctypes.data for pool in pools],
+        "kv_data_ptrs": [pool.ctypes.data for pool in pools],
         "kv_data_lens": [pool.nbytes for pool in pools], "kv_item_lens": [pool[0].nbytes * PAGE for pool in pools],
         "state_types": [], "state_data_ptrs": [], "state_data_lens": [], "state_item_lens": [], "state_layer_ids": [],
         "state_dim_per_tensor": [], "state_slice_outer_counts": [], "state_conv_shard_groups": [],
@@ -61,7 +61,7 @@ def at(array, *index):
 
 def test_k_and_v_of_all_layers_are_where_the_pools_have_them():
     pools = mha(heads=2)
-    layout = layout_of(kv_args(pools, prefill_start_layer=5), geometry(tp=1, tp_size=2))
+    layout = layout_of(kv_args(pools), geometry(tp=1, tp_size=2, first_layer=5))
     validate(layout, "prefill", bound=True)
     found = cells(layout, {"kv": PageList(np.array([3, 1], np.int32))}, 0, 7)
     assert found["kv", 6, "v", 3, 5][0] == at(pools[LAYERS + 1], 1 * PAGE + 1, 1, 0)

@@ -16,6 +16,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: name of the model, without its directory: both sides must agree.
         layers: hidden layers of the model; draft layers are numbered from there on.
+        first_layer: the first layer of this pipeline stage, where SGLang numbers its regions by position.
         dtype: dtype of the KV cache: SGLang's "auto" says nothing, and two dtypes may have the same size.
         kv_heads: KV heads of the whole model; 0 for MLA.
         swa_kv_heads: KV heads of its sliding-window layers.
@@ -33,6 +34,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     swa_kv_heads: int
     rank: Rank
     sizes: Rank
+    first_layer: int = 0
     state_tp_rank: int = 0
     state_tp_size: int = 1
     device: int = -1
@@ -53,6 +55,7 @@ def geometry_of(args: Any, server_args: Any, *, is_mla: bool) -> Geometry:
         is_mla: whether the pool holds latents.
     """
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.utils import get_pp_indices
     from sglang.srt.runtime_context import get_parallel, linear_attn_tp_size
 
     parallel, config = get_parallel(), ModelConfig.from_server_args(server_args)
@@ -61,12 +64,14 @@ def geometry_of(args: Any, server_args: Any, *, is_mla: bool) -> Geometry:
     tp, cp = (parallel.attn_tp_rank, parallel.attn_tp_size), (parallel.attn_cp_rank, parallel.attn_cp_size)
     state_size = linear_attn_tp_size()
     heads = config.get_total_num_kv_heads()
+    stage, _ = get_pp_indices(config.num_hidden_layers, args.pp_rank, parallel.pp_size)
     on_host = str(getattr(server_args, "device", "cuda")) == "cpu"
     return Geometry(
         model=Path(str(server_args.model_path)).name, layers=config.num_hidden_layers,
         dtype=_dtype(str(args.kv_cache_dtype_str), config.dtype), kv_heads=0 if is_mla else heads,
         swa_kv_heads=config.get_swa_num_kv_heads(tp[1]) * tp[1] if tp[1] <= heads else heads,
         rank=Rank(dp, args.pp_rank, cp[0], tp[0]), sizes=Rank(dp_size, parallel.pp_size, cp[1], tp[1]),
+        first_layer=int(getattr(args, "prefill_start_layer", stage)),  # decode's KVArgs do not say it
         state_tp_rank=tp[0] if state_size == tp[1] else cp[0], state_tp_size=state_size,
         device=-1 if on_host else int(args.gpu_id),
     )  # fmt: skip

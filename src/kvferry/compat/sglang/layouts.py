@@ -111,9 +111,8 @@ def _main(args: Any, geometry: Geometry) -> Sequence[Tensor]:
     drafts = args.num_draft_entries
     own = len(entries) - drafts
     names = ("latent",) if not geometry.kv_heads else ("k", "v")
-    first = getattr(args, "prefill_start_layer", 0) or 0
     numbered = [
-        *_numbered(entries[:own], len(names), first),
+        *_numbered(entries[:own], len(names), geometry.first_layer),
         *_numbered(entries[own:], len(names), geometry.layers),
     ]
     tensors = []
