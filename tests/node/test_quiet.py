@@ -7,12 +7,16 @@ import pytest
 
 from kvferry import KVPoll, KVReceiver
 from kvferry.engines.seam import Outcome
+from kvferry.ids import Rank
 from kvferry.presets import page_major
 
 HALVES = [
-    page_major("toy", layers=3, kv_heads=2, head_dim=8, dtype="float16", pages=32, page_tokens=16, heads=heads)
-    for heads in ((0, 1), (1, 2))
-]
+    page_major(
+        "toy", layers=3, kv_heads=2, head_dim=8, dtype="float16", pages=32, page_tokens=16, heads=(tp, tp + 1),
+        rank=Rank(tp=tp),
+    )
+    for tp in range(2)
+]  # fmt: skip
 
 
 def stays(condition, seconds=0.3):

@@ -113,6 +113,7 @@ class KVSender(Room, BaseKVSender):
         query = after.query if after is not None else None
         chunk = Chunk(self._chunks, self._pages_sent, pages, last)
         aux = self.kv_mgr.node.aux.read(self._aux_index) if last and self._aux_index >= 0 else b""
+        self._named.append(pages.get(MAIN, b""))
         self._pages_sent += count
         self._chunks += 1
         if not self._view.pages_s:
@@ -151,8 +152,7 @@ class KVSender(Room, BaseKVSender):
 
     def _check_distinct(self, pages: dict[str, bytes], last: bool) -> None:
         """Refuse a page that is named twice: it would be right in one place at most."""
-        self._named.append(pages.get(MAIN, b""))
-        lists = {**pages, MAIN: b"".join(self._named)} if last else pages
+        lists = {**pages, MAIN: b"".join([*self._named, pages.get(MAIN, b"")])} if last else pages
         for space, data in lists.items():
             page = repeated(unpack_pages(data))
             if page >= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 
 from kvferry.errors import LayoutError
@@ -23,9 +24,13 @@ def validate_group(layout: Layout, group: Sequence[Layout], side: str) -> None:
 
     Raises:
         LayoutError: a layout of the group contradicts itself, ranks repeat, the rank is not among them, or is
-            declared there as holding something else.
+            declared there as holding something else; or a decode rank that can't be alone has no group.
     """
     ranks = [other.rank for other in group]
+    alone = msgspec.structs.replace(layout.rank, pp=0, cp=0, tp=0) == layout.rank
+    if side == "decode" and not group and not alone:
+        what = f"decode group: {layout.rank} has ranks beside it, and none is declared"
+        _fail(what, "pass the layouts of all ranks that serve the same requests: prefill waits for all of them")
     if group and layout.rank not in ranks:
         _fail(f"{side} group: {layout.rank} is not among its ranks {_some(ranks)}", "declare all ranks, this one too")
     for number, other in enumerate(group):

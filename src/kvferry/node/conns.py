@@ -9,7 +9,7 @@ from kvferry.errors import Code, Reason
 from kvferry.ids import PeerId
 from kvferry.layout import Layout, covers
 from kvferry.node.links import Dialled, Link
-from kvferry.plan import Election, Route, fan_in, route
+from kvferry.plan import Destinations, Election, Route, route
 from kvferry.proto.effects import Source, Where
 from kvferry.proto.handshake import Handshake
 from kvferry.proto.rules import PeerState
@@ -96,7 +96,11 @@ class Conns:
     by_link: dict[Link, Conn] = field(default_factory=dict)
     by_peer: dict[PeerId, Conn] = field(default_factory=dict)
     by_address: dict[str, Conn] = field(default_factory=dict)
+    _destinations: Destinations = field(init=False)
     _groups: dict[tuple[PeerId | None, ...], Group] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._destinations = Destinations(self.group)
 
     def add(self, conn: Conn) -> Conn:
         """Keep a new connection."""
@@ -143,7 +147,7 @@ class Conns:
             conn.route = route(self.layout, conn.theirs.layout)
         else:
             conn.route = route(conn.theirs.layout, self.layout)
-            conn.fan_in = fan_in(conn.theirs.layout, self.group)
+            conn.fan_in = self._destinations.fan_in(conn.theirs.layout)
 
     def group_of(self, addresses: list[str]) -> Group:
         """The prefill group at these addresses; all of them are ready."""

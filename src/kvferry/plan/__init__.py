@@ -2,7 +2,7 @@
 
 from kvferry.plan.batch import Batch, Limits
 from kvferry.plan.batches import batches
-from kvferry.plan.elect import Election, Share, elect, fan_in, holdings
+from kvferry.plan.elect import Destinations, Election, Share, elect, fan_in, holdings
 from kvferry.plan.indices import group_concurrent_contiguous
 from kvferry.plan.pieces import Pieces
 from kvferry.plan.route import Leg, Route, route
@@ -12,6 +12,7 @@ from kvferry.plan.small import SMALL_BYTES, Size, recipe, small_batch
 __all__ = [
     "SMALL_BYTES",
     "Batch",
+    "Destinations",
     "Election",
     "Leg",
     "Limits",

@@ -101,8 +101,19 @@ def elect(dst: Layout, sources: Sequence[Layout], room: int) -> list[Share]:
 
 def fan_in(src: Layout, destinations: Sequence[Layout]) -> int:
     """How many destinations hold something of src: all of them claim from it, elected or not."""
-    held = _Held(src)
-    return sum(bool(_holdings(held, _Held(dst))) for dst in destinations)
+    return Destinations(destinations).fan_in(src)
+
+
+class Destinations:
+    """All ranks of a decode side; what they hold is spelled out once, however many sources come."""
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self._held = [_Held(layout) for layout in layouts]
+
+    def fan_in(self, src: Layout) -> int:
+        """How many of them hold something of src."""
+        held = _Held(src)
+        return sum(any(held.part_for(dst, kind) for kind in dst.keys) for dst in self._held)
 
 
 def _candidates(members: list[int], position: int, claimants: int) -> list[int]:

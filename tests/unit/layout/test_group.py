@@ -14,9 +14,15 @@ GROUP = layouts_of(MODEL, parse_grid("tp=2,page=16"), 8)
 
 
 def test_a_group_with_the_rank_in_it_is_fine_however_its_memory_is_arranged():
-    validate_group(GROUP[1], (), "decode")
+    validate_group(GROUP[1], (), "prefill")
+    validate_group(GROUP[0], (), "decode")
     validate_group(bind(GROUP[1], [(1 << 20, 1 << 20)]), GROUP, "decode")
     validate_group(layouts_of(MODEL, parse_grid("tp=2,page=16,order=hnd,arrange=page"), 4)[0], GROUP, "decode")
+
+
+def test_a_decode_rank_that_has_others_beside_it_must_name_them():
+    with pytest.raises(LayoutError, match="tp1 has ranks beside it, and none is declared"):
+        validate_group(GROUP[1], (), "decode")
 
 
 @pytest.mark.parametrize(

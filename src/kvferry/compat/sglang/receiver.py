@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.disaggregation.base import KVPoll as SglPoll
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVTransferDestination
 
 from kvferry.api import KVReceiver
@@ -27,6 +28,7 @@ class KVFerryReceiver(End, BaseKVReceiver):
         """Open the room; a room number in use fails this request and no other."""
         super().__init__(mgr, bootstrap_room)
         self.abort_notified = False
+        self._is_begun = False
         self.bootstrap_infos: list[Any] = []
         self.chunk_staging_infos: list[Any] = []
         self.prefill_info = mgr.prefill_info_table.get(bootstrap_addr)
@@ -44,6 +46,18 @@ class KVFerryReceiver(End, BaseKVReceiver):
     def init(self, prefill_dp_rank: int) -> None:
         """Begin to find the prefill ranks."""
         self._do("init", lambda: self._receiver.init(int(prefill_dp_rank), tag=self.tag))
+        self._is_begun = True
+
+    def poll(self) -> int:
+        """The state; pages may be named from `init` on.
+
+        SGLang's schedulers name them before the prefill side knows of the request, and in a recomputation only then ask
+        it to begin: to wait for its answer would be to wait for ever.
+        """
+        state = super().poll()
+        if self._is_begun and state == SglPoll.Bootstrapping:
+            return int(SglPoll.WaitingForInput)
+        return state
 
     def send_metadata(
         self, kv_indices: Any, aux_index: int | None = None, state_indices: Any = None,
