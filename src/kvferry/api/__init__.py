@@ -9,10 +9,10 @@ from kvferry.api.group import GroupState, poll_group
 from kvferry.api.kvpoll import DisaggregationMode, KVClassType, KVPoll, KVTransferMetric
 from kvferry.api.manager import KVManager
 from kvferry.api.memory import KVArgs
+from kvferry.api.page_lists import group_concurrent_contiguous
 from kvferry.api.receiver import KVReceiver
 from kvferry.api.sender import KVSender
 from kvferry.api.tag import request_tag
-from kvferry.plan import group_concurrent_contiguous
 
 __all__ = [
     "BaseKVBootstrapServer",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvferry.api.page_lists import Pages, cp_rank_part
 from kvferry.errors import InputError
-from kvferry.plan.indices import Pages, cp_rank_part
 
 
 class HasCpRank(Protocol):

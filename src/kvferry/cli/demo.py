@@ -149,7 +149,7 @@ class LiveView:
 def summary(outcome: Outcome, plan: Plan, total_s: float) -> Table:
     """The short summary at the end."""
     table = Table.grid(padding=(0, 2))
-    speed = f"{outcome.gb_per_s:.2f} GB/s, {outcome.memcpy_ratio:.2f} of a memcpy of the same bytes"
+    speed = f"{outcome.gb_per_s:.2f} GB/s, {outcome.memcpy_ratio:.2g} of a memcpy of the same bytes"
     rows: dict[str, Text | str] = {
         "prompt": Text(f"{count(plan.request.num_tokens, 'token')}: {_ending(plan.prompt)}"),
         "text": Text(outcome.text),

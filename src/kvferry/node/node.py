@@ -24,13 +24,13 @@ from kvferry.node.claims import Claims
 from kvferry.node.conns import Conns
 from kvferry.node.control import Control
 from kvferry.node.digests import Digests
+from kvferry.node.footprint import footprint
 from kvferry.node.hosts import control_plane, data_plane, tcp_endpoint
 from kvferry.node.jobs import Reports
 from kvferry.node.links import Links
 from kvferry.node.mover import Mover
 from kvferry.node.resolver import Resolver
 from kvferry.node.view import RoomView
-from kvferry.plan.footprint import footprint
 from kvferry.proto.book import Book
 from kvferry.proto.effects import Chunk, Kind, Times, Where
 from kvferry.proto.rules import SETTLED

@@ -3,7 +3,6 @@
 from kvferry.plan.batch import Batch, Limits
 from kvferry.plan.batches import batches
 from kvferry.plan.elect import Destinations, Election, Share, elect, fan_in, holdings
-from kvferry.plan.indices import group_concurrent_contiguous
 from kvferry.plan.pieces import Pieces
 from kvferry.plan.route import Leg, Route, route
 from kvferry.plan.runs import PageList, Part, Runs, runs
@@ -26,7 +25,6 @@ __all__ = [
     "batches",
     "elect",
     "fan_in",
-    "group_concurrent_contiguous",
     "holdings",
     "recipe",
     "route",

@@ -16,7 +16,7 @@ from kvferry.bench.transfer_spec import (
 )
 from kvferry.errors import ConfigError, EngineUnavailable, InputError
 from kvferry.free_memory import FreeMemory
-from kvferry.plan.footprint import footprint
+from kvferry.node.footprint import footprint
 
 SMALL = {"layers": 3, "pages": 20, "page_bytes": 128}
 WRONG = {

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
+from kvferry.api.page_lists import cp_rank_part, group_concurrent_contiguous
 from kvferry.errors import InputError
-from kvferry.plan import group_concurrent_contiguous
-from kvferry.plan.indices import cp_rank_part
 
 
 def grouped(src, dst):

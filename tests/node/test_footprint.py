@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvferry.layout import Cyclic, Field, Layout, Rows, Space, Strides, Tensor, bind
-from kvferry.plan.footprint import footprint
+from kvferry.node.footprint import footprint
 from kvferry.presets import layer_major, page_major
 
 BASE = 1 << 20
