@@ -1,0 +1,166 @@
+"""What goes wrong ends with an HTTP error in time; both servers live on, and the next request is right."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from checks import check
+from client import Exchange, at_once, exchange, generation, new_room, post
+from models import Reference, references
+from servers import Pair, Setup, free_port
+
+StartPair = Callable[[Setup], Pair]
+LIMIT_S = 30.0
+ORDERED = Setup(args=("--disable-radix-cache",), env={"KVFERRY_ENGINE": "ordered"})
+
+
+@pytest.fixture
+def reference(model_folder: Callable[[str], Path]) -> Reference:
+    return references(model_folder("llama"), "bfloat16")[1]
+
+
+class Running:
+    """A request that is on its way while the test does something else."""
+
+    def __init__(self, pair: Pair, reference: Reference, **extra: Any) -> None:
+        self._done: list[Exchange] = []
+        self._begun_s = time.monotonic()
+        self._thread = threading.Thread(
+            target=lambda: self._done.append(exchange(pair, reference, **extra)), daemon=True
+        )  # fmt: skip
+        self._thread.start()
+
+    def wait(self, limit_s: float = LIMIT_S) -> Exchange:
+        """Both answers. Fails if they are not there in time."""
+        self._thread.join(limit_s)
+        assert self._done, f"no answers {time.monotonic() - self._begun_s:.1f} s after the request"
+        return self._done[0]
+
+
+def ports_of(pair: Pair) -> list[int]:
+    """Of both servers."""
+    return [server.port for server in pair.servers]
+
+
+def wait_until_held(pair: Pair) -> None:
+    """Until prefill has computed, so that its engine has something to hold."""
+    time.sleep(1.5)
+
+
+def check_healthy(pair: Pair, reference: Reference) -> None:
+    """Both servers live, and serve."""
+    assert [server.name for server in pair.servers if not server.is_alive()] == []
+    check(pair, exchange(pair, reference))
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_abort_during_the_transfer(side: str, start_pair: StartPair, orders: Path, reference: Reference) -> None:
+    pair = start_pair(ORDERED)
+    (orders / "hold").touch()
+    running = Running(pair, reference, rid="to-be-aborted")
+    wait_until_held(pair)
+    assert post(getattr(pair, side).port, "/abort_request", {"rid": "to-be-aborted"}).status == 200
+    done = running.wait()
+    assert done.decode.status == 500, str(done)
+    (orders / "hold").unlink()
+    check_healthy(pair, reference)
+
+
+def test_a_client_that_hangs_up_during_the_transfer(start_pair: StartPair, orders: Path, reference: Reference) -> None:
+    pair = start_pair(ORDERED)
+    (orders / "hold").touch()
+    body = generation(reference, **pair.rendezvous(new_room()))
+    answers = at_once([lambda port=port: post(port, "/generate", body, 2.0) for port in ports_of(pair)])
+    assert [answer.status for answer in answers] == [0, 0]
+    (orders / "hold").unlink()
+    check_healthy(pair, reference)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_partner_that_never_comes(side: str, start_pair: StartPair, reference: Reference) -> None:
+    pair = start_pair(Setup())
+    body = generation(reference, **pair.rendezvous(new_room()))
+    answer = post(getattr(pair, side).port, "/generate", body, LIMIT_S)
+    assert answer.status >= 500, answer
+    check_healthy(pair, reference)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_server_that_is_killed_and_started_again(
+    side: str, start_pair: StartPair, orders: Path, reference: Reference
+) -> None:
+    pair = start_pair(ORDERED)
+    check_healthy(pair, reference)
+    (orders / "hold").touch()
+    running = Running(pair, reference)
+    wait_until_held(pair)
+    getattr(pair, side).kill()
+    done = running.wait()
+    survivor = done.decode if side == "prefill" else done.prefill
+    assert survivor.status >= 500, str(done)
+    (orders / "hold").unlink()
+    setattr(pair, side, getattr(pair, side).restarted())
+    check_healthy(pair, reference)
+
+
+def test_a_slow_engine(start_pair: StartPair, orders: Path, reference: Reference) -> None:
+    pair = start_pair(ORDERED)
+    (orders / "hold").touch()
+    running = Running(pair, reference)
+    time.sleep(4.0)
+    (orders / "hold").unlink()
+    done = running.wait()
+    check(pair, done)
+    assert done.decode.took_s > 4.0
+
+
+def test_an_engine_that_stands_still(start_pair: StartPair, orders: Path, reference: Reference) -> None:
+    pair = start_pair(ORDERED)
+    (orders / "hold").touch()
+    done = Running(pair, reference).wait()
+    assert done.decode.status >= 500, str(done)
+    (orders / "hold").unlink()
+    check_healthy(pair, reference)
+
+
+def test_garbage_at_the_ports(start_pair: StartPair, reference: Reference) -> None:
+    ports = {side: {"KVFERRY_CONTROL_PORTS": str(free_port()), "KVFERRY_DATA_PORTS": str(free_port())}
+             for side in ("prefill", "decode")}  # fmt: skip
+    tcp = {"KVFERRY_ENGINE_OPTIONS": "mechanism=tcp"}
+    pair = start_pair(Setup(env=tcp, prefill_env=ports["prefill"], decode_env=ports["decode"]))
+    check_healthy(pair, reference)
+    for side in ports.values():
+        shout_frames(int(side["KVFERRY_CONTROL_PORTS"]))
+        for port in side.values():
+            shout_bytes(int(port))
+        shout_bytes(pair.bootstrap_port)
+    check_healthy(pair, reference)
+    at_once([lambda: check_healthy(pair, reference)] * 4)
+
+
+def shout_frames(port: int) -> None:
+    """Messages that are no messages, in the socket's own protocol."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 500
+        peer.connect(f"tcp://127.0.0.1:{port}")
+        for frames in ([b"hello"], [b""], [b"", b""], [b"None", b"1", b"2"], [os.urandom(64)] * 3, [b"\x80" * 4096]):
+            peer.send_multipart(frames)
+        time.sleep(0.3)
+
+
+def shout_bytes(port: int) -> None:
+    """Bytes that are no protocol at all, and connections that say nothing."""
+    for data in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), b"\xff" * 64):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as peer:
+            try:
+                peer.sendall(data)
+            except ConnectionError:
+                continue
