@@ -12,13 +12,26 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # the zygote and the models are programs too
 
 import models
-from servers import HERE, Pair, Server, Setup, Zygote
+from servers import HERE, SITE, Pair, Server, Setup, Zygote, environment
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.sglang)
+
+
+@pytest.fixture(scope="session")
+def server_environment() -> dict[str, str]:
+    """The environment of a process that imports SGLang."""
+    return environment()
+
+
+@pytest.fixture
+def sglang_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang can be imported by the test itself."""
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.syspath_prepend(SITE)
 
 
 @pytest.fixture(scope="session")

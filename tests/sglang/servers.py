@@ -20,6 +20,8 @@ from typing import Any
 from client import get_status
 
 HERE = Path(__file__).parent
+SITE = HERE / "site"
+"""Goes on the path of all processes that import SGLang."""
 START_LIMIT_S = 90.0
 _PORTS = range(20000, 30000)
 """Below those that the system gives to connections."""
@@ -72,14 +74,10 @@ class Zygote:
     """The process that servers are forked from. Killing it, or this process, ends all servers."""
 
     def __init__(self, log: Path) -> None:
-        environ = {
-            **os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-        }  # fmt: skip
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "zygote.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=errors, text=True, env=environ, start_new_session=True,
+                stderr=errors, text=True, env=environment(), start_new_session=True,
             )  # fmt: skip
         if (said := self._answer()) != "ready":
             raise RuntimeError(f"the zygote said {said!r}, its log: {log.read_text()[-4000:]}")
@@ -220,6 +218,13 @@ class Pair:
     def rendezvous(self, room: int) -> dict[str, Any]:
         """What a router adds to a request."""
         return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
+
+
+def environment() -> dict[str, str]:
+    """What a process needs in which SGLang can be imported on a CPU."""
+    path = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
+    cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    return {**os.environ, **cpu}
 
 
 def free_port() -> int:

@@ -50,9 +50,12 @@ def ports_of(pair: Pair) -> list[int]:
     return [server.port for server in pair.servers]
 
 
-def wait_until_held(pair: Pair) -> None:
-    """Until prefill has computed, so that its engine has something to hold."""
-    time.sleep(1.5)
+def wait_until_held(orders: Path) -> None:
+    """Until prefill has computed, and its engine holds what it should write."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (orders / "holding").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def check_healthy(pair: Pair, reference: Reference) -> None:
@@ -66,7 +69,7 @@ def test_abort_during_the_transfer(side: str, start_pair: StartPair, orders: Pat
     pair = start_pair(ORDERED)
     (orders / "hold").touch()
     running = Running(pair, reference, rid="to-be-aborted")
-    wait_until_held(pair)
+    wait_until_held(orders)
     assert post(getattr(pair, side).port, "/abort_request", {"rid": "to-be-aborted"}).status == 200
     done = running.wait()
     assert done.decode.status == 500, str(done)
@@ -101,7 +104,7 @@ def test_a_server_that_is_killed_and_started_again(
     check_healthy(pair, reference)
     (orders / "hold").touch()
     running = Running(pair, reference)
-    wait_until_held(pair)
+    wait_until_held(orders)
     getattr(pair, side).kill()
     done = running.wait()
     survivor = done.decode if side == "prefill" else done.prefill
@@ -115,6 +118,7 @@ def test_a_slow_engine(start_pair: StartPair, orders: Path, reference: Reference
     pair = start_pair(ORDERED)
     (orders / "hold").touch()
     running = Running(pair, reference)
+    wait_until_held(orders)
     time.sleep(4.0)
     (orders / "hold").unlink()
     done = running.wait()

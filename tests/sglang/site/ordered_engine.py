@@ -21,7 +21,10 @@ class OrderedEngine(FaultyEmbedded):
         self._obey()
         if orders.taken("drop_element"):
             batch = _without_first_element(batch)
-        return super().submit(peer, batch)
+        ticket = super().submit(peer, batch)
+        if orders.given("hold"):
+            orders.answer("holding")
+        return ticket
 
     def poll(self, budget_s: float) -> list[Done]:
         """Write what is due, unless it is to be held."""
