@@ -318,6 +318,7 @@ def test_who_shakes_hands_during_update_buffers_hears_of_the_new_memory(make, ki
     updated.start()
     updated.join(10)
     assert prefill.manager.info()["epoch"] == 1
+    kit.until(lambda: not any(each["ready"] for each in late.manager.info()["peers"]))  # the goodbye has come
     for number, side in enumerate([late, decode, late]):
         kit.offer(prefill, 10 + number, [1, 2])
         receiver = kit.claim(side, prefill, 10 + number, [5, 6])

@@ -17,7 +17,7 @@ from kvferry.api.group import GroupState, MinReduce
 from kvferry.errors import RoomInUse
 
 SETTINGS: dict[str, Any] = {
-    "tick_s": 0.05, "claim_timeout_s": 3.0, "bootstrap_timeout_s": 3.0, "drain_limit_s": 2.0,
+    "tick_s": 0.05, "claim_timeout_s": 6.0, "bootstrap_timeout_s": 6.0, "drain_limit_s": 2.0,
     "heartbeat_s": 0.2, "heartbeat_timeout_s": 0.6,
 }  # fmt: skip
 """Short times: what waits for a time-out is over soon."""

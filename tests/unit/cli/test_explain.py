@@ -265,7 +265,7 @@ def test_layers_that_prefill_lacks_do_not_fit():
 def test_granules_that_differ_do_not_fit():
     model = layers("m", 2, per="page")
     text = explain(Ask(model, model, parse_grid("page=16"), parse_grid("page=32"), 100)).refusal
-    assert "granule_tokens of field 'scale' in space 'kv': prefill has 16, decode has 32" in text
+    assert "granule_tokens of field 'scale' in space 'kv', layer 0: prefill has 16, decode has 32" in text
 
 
 def test_a_draft_layer_that_prefill_lacks_stays_as_it_is():

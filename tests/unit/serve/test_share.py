@@ -62,7 +62,7 @@ def grids(draw):
     return Grid(
         pp=draw(st.integers(1, 3)), cp=cp, dcp=dcp, tp=draw(st.integers(1, 5)), page=draw(st.sampled_from([1, 3, 8])),
         order=draw(st.sampled_from(["nhd", "hnd"])), arrange=draw(st.sampled_from(["layer", "block", "page"])),
-        deal=draw(st.sampled_from(["contiguous", "zigzag", "page", "token"])),
+        deal=draw(st.sampled_from(["contiguous", "token"] + ["zigzag", "page"] * (dcp == 1))),
     )  # fmt: skip
 
 
