@@ -44,11 +44,12 @@ reference:
 sglang: .venv-sglang/.installed
 	.venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
 
-# beside SGLang's own connectors, in the same servers: 20 requests of 600 tokens each, in turns
+# beside SGLang's own connectors, in turns: 40 requests of 600 tokens each; Mooncake needs the Debian packages libibverbs1,
+# libnuma1 and libcurl4
 sglang-beside: .venv-sglang/.installed
 	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps \
 		nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
-	.venv-sglang/bin/python tests/sglang/beside.py 20 600
+	.venv-sglang/bin/python tests/sglang/beside.py 40 600
 
 .venv-sglang/.installed: tests/sglang/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-sglang

@@ -1,14 +1,18 @@
 """kvferry beside SGLang's own connectors, in the same servers, in turns: `make sglang-beside`.
 
-Each backend has a prefill and a decode server of its own, all of them forked from one import and all running at the
-same time; a round sends one request of new random tokens to each pair in turn. Time to first token is that of a request
-for one token, until decode's answer is complete; transfer time is what SGLang itself measures of the backend's sender.
+Each backend has a prefill and a decode server of its own, all of them forked from one import; a round sends one request
+of new random tokens to each pair in turn. Schedulers of SGLang spin while they are idle, so the other pairs are stopped
+by a signal meanwhile: on few cores they would take the time of the one that is measured. Time to first token is that of a
+request for one token, until decode's answer is complete; transfer time is what SGLang itself measures of the backend's
+sender.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -21,6 +25,8 @@ from servers import Pair, Setup, Zygote
 
 HERE = Path(__file__).parent
 WARM_UP = 3
+AWAKE_S = 0.2
+"""Time for timers that ran out meanwhile."""
 
 
 class Contestant:
@@ -36,8 +42,20 @@ class Contestant:
         self.pair = Pair(zygote, setup, model_folder, folder, orders)
         self.first_token_s: list[float] = []
 
+    def signal(self, number: signal.Signals) -> None:
+        """Stop the servers, or have them go on."""
+        for server in self.pair.servers:
+            for pid in server.processes():
+                os.kill(pid, number)
+
     def ask(self, tokens: list[int]) -> None:
-        """One request for one token; raises AssertionError if it is not answered."""
+        """One request for one token, while the other pairs stand still; raises AssertionError if it is not answered."""
+        self.signal(signal.SIGCONT)
+        time.sleep(AWAKE_S)
+        self._ask(tokens)
+        self.signal(signal.SIGSTOP)
+
+    def _ask(self, tokens: list[int]) -> None:
         body = {"input_ids": tokens, "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}}
         body |= self.pair.rendezvous(new_room())
         begun_s = time.monotonic()
@@ -68,13 +86,15 @@ def main(backends: list[str], rounds: int, tokens: int) -> None:
         root = Path(folder)
         models.make_model("llama", root / "model")
         zygote = Zygote(root / "zygote.log")
+        sides: list[Contestant] = []
         try:
-            sides = []
             for backend in backends:
                 (root / backend).mkdir()
                 sides.append(Contestant(zygote, backend, root / "model", root / backend))
             for side in sides:
                 side.pair.wait_healthy()
+            for side in sides:
+                side.signal(signal.SIGSTOP)
             for number in range(WARM_UP + rounds):
                 drawn = random.Random(number)
                 prompt = [drawn.randrange(3, 1000) for _ in range(tokens)]
@@ -83,6 +103,8 @@ def main(backends: list[str], rounds: int, tokens: int) -> None:
             for side in sides:
                 print(side.report())
         finally:
+            for side in sides:
+                side.signal(signal.SIGCONT)
             zygote.close()
 
 
