@@ -2,9 +2,9 @@
 
 Each backend has a prefill and a decode server of its own, all of them forked from one import; a round sends one request
 of new random tokens to each pair in turn. Schedulers of SGLang spin while they are idle, so the other pairs are stopped
-by a signal meanwhile: on few cores they would take the time of the one that is measured. Time to first token is that of a
-request for one token, until decode's answer is complete; transfer time is what SGLang itself measures of the backend's
-sender.
+by a signal meanwhile: on few cores they would take the time of the one that is measured. Time to first token is that of
+a request for one token, until decode's answer is complete; transfer time is what SGLang itself measures of the
+backend's sender.
 """
 
 from __future__ import annotations
