@@ -21,7 +21,7 @@ class HeldPages:
         """Start with every page free.
 
         Args:
-            pages: pages of the pool, per space that has one.
+            pages: pages of each pool, by the name of its space, or spaces.
         """
         self._lock = threading.Lock()
         self._turns = itertools.count(1)

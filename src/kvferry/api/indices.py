@@ -11,8 +11,9 @@ from kvferry.api.base import Indices, StateIndices
 from kvferry.errors import InputError, LayoutError
 from kvferry.layout import All, Cyclic, Layout, Rows, Space, num_pages
 from kvferry.layout.deal import canonical
+from kvferry.layout.one_pool import pool_names
 from kvferry.node.batching import MAIN
-from kvferry.wire import pack_pages
+from kvferry.wire import pack_pages, unpack_pages
 
 FEW_PAGES = 64
 
@@ -35,6 +36,7 @@ class PageSpaces:
                 f"{side} space {MAIN!r} has coverage Rows, but kv_indices are pages of tokens",
                 hint="give the space another name and pass its rows in state_indices",
             )
+        self._pool_of = pool_names(layout)
         self.pages = {
             name: min((tensor.pages for tensor in layout.tensors if tensor.space == name), default=NO_POOL)
             for name in self.spaces
@@ -42,8 +44,19 @@ class PageSpaces:
 
     @property
     def pools(self) -> dict[str, int]:
-        """Pages of each pool that there is."""
-        return {name: pages for name, pages in self.pages.items() if pages != NO_POOL}
+        """Pages of each pool that there is; spaces that share one have one together."""
+        found: dict[str, int] = {}
+        for space, pool in self._pool_of.items():
+            found[pool] = max(found.get(pool, 0), self.pages[space])
+        return found
+
+    def by_pool(self, lists: Mapping[str, bytes]) -> dict[str, npt.NDArray[np.int32]]:
+        """Page lists per space, as they travel, by pool; a space that has none here is left out."""
+        pools: dict[str, list[npt.NDArray[np.int32]]] = {}
+        for space, data in lists.items():
+            if (pool := self._pool_of.get(space)) is not None:
+                pools.setdefault(pool, []).append(unpack_pages(data))
+        return {pool: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for pool, arrays in pools.items()}
 
     @property
     def main(self) -> Space | None:

@@ -18,7 +18,6 @@ from kvferry.node.claims import Target
 from kvferry.node.hosts import tcp_endpoint
 from kvferry.node.resolver import split_address
 from kvferry.proto.effects import ClaimFacts, Kind
-from kvferry.wire import unpack_pages
 
 if TYPE_CHECKING:
     from kvferry.api.facts import ReceiveFacts
@@ -122,7 +121,7 @@ class KVReceiver(Room, BaseKVReceiver):
         wants_aux = slot >= 0 and bool(self.kv_mgr.node.aux.slots)
         facts = ClaimFacts(pages, spaces.page_tokens or 1, count, prefix, num_tokens, rows, tag, wants_aux)
         self._check_pages(facts)
-        self.kv_mgr.held.take(self._view, {name: unpack_pages(data) for name, data in pages.items()})
+        self.kv_mgr.held.take(self._view, spaces.by_pool(pages))
         self._named = True
         self._post(lambda number: self.kv_mgr.node.claims.metadata(number, facts, slot))
 

@@ -13,7 +13,6 @@ from kvferry.ids import Side
 from kvferry.layout import All
 from kvferry.node.batching import MAIN
 from kvferry.proto.effects import Chunk, Kind, OfferFacts
-from kvferry.wire import unpack_pages
 
 if TYPE_CHECKING:
     from kvferry.api.facts import SendFacts
@@ -153,10 +152,10 @@ class KVSender(Room, BaseKVSender):
     def _check_distinct(self, pages: dict[str, bytes], last: bool) -> None:
         """Refuse a page that is named twice: it would be right in one place at most."""
         lists = {**pages, MAIN: b"".join([*self._named, pages.get(MAIN, b"")])} if last else pages
-        for space, data in lists.items():
-            page = repeated(unpack_pages(data))
+        for pool, numbers in self.kv_mgr.spaces.by_pool(lists).items():
+            page = repeated(numbers)
             if page >= 0:
-                cause = f"page {page} of space {space!r} is sent twice"
+                cause = f"page {page} of space {pool!r} is sent twice"
                 self.fail(Code.PAGE_COUNT, cause, "send")
                 hint = "the room has failed on both sides; each page of a request is sent once"
                 raise InputError(f"prefill room {self.bootstrap_room}: {cause}", hint=hint)

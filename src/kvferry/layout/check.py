@@ -16,6 +16,7 @@ import numpy as np
 from kvferry.errors import LayoutError
 from kvferry.layout.deal import canonical
 from kvferry.layout.elements import ID_BITS, elements, kinds_of, label
+from kvferry.layout.one_pool import may_overlay
 from kvferry.layout.space import All, Cyclic, Ranges, Rows, Slot, Space, Window
 from kvferry.layout.tensor import SHAPE, Field, Layout, Tensor
 
@@ -228,17 +229,26 @@ def _differ(what: str, a: Field, b: Field) -> bool:
 
 
 def _check_distinct(side: str, layout: Layout) -> None:
-    """No element twice, and no two tensors that start on the same bytes."""
+    """No element twice, and no two tensors that start on the same bytes, unless their spaces share a pool."""
     kinds = kinds_of(layout)
     keys = np.sort(elements(layout, kinds).key)
     twice = keys[1:][keys[1:] == keys[:-1]]
     if len(twice):
         _fail(f"{side} layout", f"held twice: {label(twice[0], kinds)}", "declare each layer and head once")
-    cells = sorted(
-        (tensor.address, tensor.address + sum(field.nbytes for field in tensor.fields), number)
-        for number, tensor in enumerate(layout.tensors)
-    )
-    for (_, end, first), (start, _, second) in itertools.pairwise(cells):
-        if start < end:
-            what = f"tensors {first} and {second} overlap: {start:#x} lies before {end:#x}"
-            _fail(f"{side} layout", what, "give each tensor its own bytes")
+    reach, before = -1, 0
+    places = sorted((tensor.address, tensor.space, number) for number, tensor in enumerate(layout.tensors))
+    for address, together in itertools.groupby(places, key=lambda place: place[0]):
+        numbers = [number for _, _, number in together]
+        overlaid = itertools.pairwise(numbers)
+        bad = next((pair for pair in overlaid if not may_overlay(*(layout.tensors[each] for each in pair))), None)
+        if bad is None and address < reach:
+            bad = before, numbers[0]
+        if bad is not None:
+            what = f"tensors {min(bad)} and {max(bad)} overlap at {address:#x}"
+            hint = "give each its own bytes; two spaces may share a pool: then address, page stride and pages are equal"
+            _fail(f"{side} layout", what, hint)
+        reach, before = max((reach, before), *((address + _cell(layout.tensors[each]), each) for each in numbers))
+
+
+def _cell(tensor: Tensor) -> int:
+    return sum(field.nbytes for field in tensor.fields)

@@ -30,8 +30,8 @@ class Field(msgspec.Struct, frozen=True):
     format: str = "plain"
 
 
-SHAPE = ("format", "nbytes", "headed", "granule_tokens")
-"""What all ranks must say alike of a field, layer by layer."""
+SHAPE = ("format", "headed", "granule_tokens", "nbytes")
+"""What all ranks must say alike of a field, layer by layer; what explains a difference comes before what it makes."""
 
 
 class Strides(msgspec.Struct, frozen=True):
@@ -91,6 +91,9 @@ class Tensor(msgspec.Struct, frozen=True):
 
 class Layout(msgspec.Struct, frozen=True):
     """All that one rank holds.
+
+    Two spaces may share a pool: a tensor of each starts at the same address, with the same page stride and number of
+    pages. Then a page number belongs to one of them at a time.
 
     Attributes:
         model: name (and revision) of the model; both sides must agree.

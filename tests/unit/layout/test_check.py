@@ -131,6 +131,21 @@ def test_the_same_bytes_in_two_tensors_are_noticed():
     refused("held twice", layout(TENSOR, SPACE, change(TENSOR, address=8192)))
 
 
+def test_two_spaces_may_share_a_pool_and_nothing_else_may():
+    window = Space("swa", SPACE.page_tokens)
+    shared = change(TENSOR, space="swa")
+
+    def both(*tensors):
+        return Layout("m", "bf16", 2, tensors, (SPACE, window))
+
+    validate(both(TENSOR, shared), "prefill")
+    refused("tensors 0 and 1 overlap", both(TENSOR, change(shared, pages=TENSOR.pages - 1)))
+    refused("tensors 0 and 1 overlap", both(TENSOR, change(shared, address=TENSOR.address + 4)))
+    refused("tensors 0 and 2 overlap", both(TENSOR, shared, change(TENSOR, layers=(7, 8))))
+    small = change(shared, fields=(Field("k", 4),), item_bytes=TENSOR.item_bytes // 2)
+    refused("tensors 1 and 2 overlap", both(small, TENSOR, change(shared, address=6, layers=(7, 8))))
+
+
 def test_an_unbound_tensor_is_noticed_where_memory_is_needed():
     unbound = page_major("m", layers=1, kv_heads=1, head_dim=4, dtype="uint8", pages=2, page_tokens=4)
     validate(unbound, "decode")
