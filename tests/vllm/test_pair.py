@@ -59,6 +59,16 @@ def test_a_request_without_parameters_is_served_as_ever(alone, decode, prompt):
     assert decode.call("loads") == []
 
 
+def test_an_engine_of_both_roles_prefills_and_decodes(alone, prefill, decode, start, prompt):
+    both = start("kv_both").wait_ready()
+    for sender, receiver in ((both, decode), (prefill, both)):
+        tokens = prompt(120)
+        assert receiver.generate(tokens, 16, sender.prefill(tokens)).tokens == alone.generate(tokens, 16).tokens
+        assert len(receiver.call("loads")) == 1
+        sender.until("requests", 0)
+    both.close()
+
+
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1)])
 def test_tensor_parallel_sizes_may_differ(alone, prefill, decode, start, prompt, prefill_ranks, decode_ranks):
     two = start(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -16,10 +17,21 @@ WINDOW = 64
 """Tokens that half of the layers of tiny-windows attend to."""
 
 
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, and words for the rest of the vocabulary."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, *(f"w{number}" for number in range(len(letters), SIZES["vocab_size"]))]
+    made = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
 def write(folder: str) -> None:
     for name, seed in (("tiny-llama", 7), ("tiny-other", 8)):
         torch.manual_seed(seed)
         LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16).save_pretrained(f"{folder}/{name}")
+        tokenizer().save_pretrained(f"{folder}/{name}")
     kinds = ["sliding_attention", "full_attention"] * 2
     torch.manual_seed(9)
     windows = Gemma3TextConfig(**SIZES, sliding_window=WINDOW, layer_types=kinds, query_pre_attn_scalar=32)

@@ -43,14 +43,20 @@ def geometry_of(vllm_config: Any, kv_cache_config: Any, tp_rank: int, dtype: str
 
 
 def tensors_of(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> list[CacheTensor]:
-    """What vLLM registers, by layer; layers that share another one's cache have none of their own.
+    """What vLLM registers, by layer; a layer that uses another one's cache is left out.
 
     Raises:
         ConfigError: a cache is no single tensor with four axes.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     group_of = kv_cache_config.transfer_group_index_by_layer
-    return [_tensor(name, group_of[name], cache, layers[name]) for name, cache in kv_caches.items() if name in group_of]
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    found: dict[tuple[int, int], CacheTensor] = {}
+    for name, cache in kv_caches.items():
+        if name in group_of:
+            tensor = _tensor(name, group_of[name], cache, _format(cache, layers[name], dtype))
+            found.setdefault((tensor.group, tensor.address), tensor)
+    return list(found.values())
 
 
 def _group(group: Any) -> CacheGroup:
@@ -65,7 +71,7 @@ def _group(group: Any) -> CacheGroup:
     return CacheGroup(spec.block_size, spec.sliding_window if kind == "SlidingWindowSpec" else 0)
 
 
-def _tensor(name: str, group: int, cache: Any, layer: Any) -> CacheTensor:
+def _tensor(name: str, group: int, cache: Any, packing: str) -> CacheTensor:
     if len(getattr(cache, "shape", ())) != 4:
         raise ConfigError(
             f"KVFerryConnector: the cache of {name} is {type(cache).__name__} {tuple(getattr(cache, 'shape', ()))}, "
@@ -76,12 +82,12 @@ def _tensor(name: str, group: int, cache: Any, layer: Any) -> CacheTensor:
     device = cache.get_device() if cache.device.type != "cpu" else -1
     return CacheTensor(
         name, extract_layer_index(name), group, cache.data_ptr(), tuple(cache.shape),
-        tuple(stride * element for stride in cache.stride()), element, _format(cache, layer), device,
+        tuple(stride * element for stride in cache.stride()), element, packing, device,
     )  # fmt: skip
 
 
-def _format(cache: Any, layer: Any) -> str:
-    """Who packs the bytes of a block: the back-end, for an instruction set where it has several."""
+def _format(cache: Any, layer: Any, dtype: str) -> str:
+    """Who packs the bytes of a block, and what they mean: the back-end, for an instruction set where it has several."""
     backend = layer.get_attn_backend().get_name()
-    parts = ["vllm", backend, str(getattr(layer, "isa", "")), str(cache.dtype).removeprefix("torch.")]
-    return "/".join(part for part in parts if part)
+    stored = str(cache.dtype).removeprefix("torch.") if dtype == "auto" else dtype  # fp8 is stored as uint8
+    return "/".join(part for part in ("vllm", backend, str(getattr(layer, "isa", "")), stored) if part)
