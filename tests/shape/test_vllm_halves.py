@@ -74,7 +74,7 @@ class Engine:
     def _caches(self, pool: Any) -> list[CacheTensor]:
         count = len(self.groups)
         return [
-            CacheTensor(f"l{layer}", layer * count + group, group, cache.ctypes.data, cache.shape, cache.strides, 2, "f")
+            CacheTensor(f"{layer}", layer * count + group, group, cache.ctypes.data, cache.shape, cache.strides, 2, "f")
             for layer, cache in enumerate(pool)
             for group in range(count)
         ]  # fmt: skip

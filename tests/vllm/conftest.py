@@ -93,9 +93,9 @@ def windows(start: Callable[..., Engine]) -> Iterator[tuple[Engine, Engine, Engi
 
 
 @pytest.fixture
-def prompt() -> Callable[..., list[int]]:
-    """Prompts that no test has had before."""
-    generator = random.Random()
+def prompt(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
+    """Prompts that no other test has."""
+    generator = random.Random(request.node.nodeid)
 
     def make(length: int, begin: list[int] | None = None) -> list[int]:
         start = begin or []

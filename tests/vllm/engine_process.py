@@ -122,7 +122,14 @@ class _Child:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        defaults = {"block_size": 32, "max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+        # in bfloat16 two TP sizes, or two sizes of chunks, round differently, and a near tie gives another token
+        defaults = {
+            "dtype": "float32",
+            "block_size": 32,
+            "max_model_len": 512,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 8,
+        }
         config = KVTransferConfig(**transfer) if transfer else None
         arguments = EngineArgs(
             model=model, skip_tokenizer_init=True, enforce_eager=True, kv_transfer_config=config, seed=0,

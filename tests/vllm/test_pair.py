@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 BLOCK = 32
-BLOCK_BYTES = 4 * 2 * BLOCK * 64 * 2
+BLOCK_BYTES = 4 * 2 * BLOCK * 64 * 4
 """Layers, heads, tokens, elements of K and V, bytes of one."""
 
 
@@ -81,6 +81,18 @@ def test_tensor_parallel_sizes_may_differ(alone, prefill, decode, start, prompt,
         assert len(params["kvferry"]["peers"]) == prefill_ranks
         assert receiver.generate(tokens, 16, params).tokens == alone.generate(tokens, 16).tokens
     sender.until("requests", 0)
+    assert receiver.call("warnings") == sender.call("warnings") == []
+    two.close()
+
+
+def test_a_load_that_fails_on_both_ranks_is_computed(alone, prefill, start, prompt):
+    two = start("kv_consumer", policy="recompute", tensor_parallel_size=2, distributed_executor_backend="mp")
+    for spoilt, tokens in ((True, prompt(200)), (False, prompt(90))):
+        two.wait_ready()
+        params = prefill.prefill(tokens)
+        if spoilt:
+            params["kvferry"]["room"] = "1"
+        assert two.generate(tokens, 16, params).tokens == alone.generate(tokens, 16).tokens
     two.close()
 
 
