@@ -199,6 +199,22 @@ def test_an_aborted_load_gives_its_blocks_back(make: Make) -> None:
     sender.until("sent", "r0")
 
 
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_a_prompt_whose_request_ends_at_decode_before_it_has_blocks_is_given_back_at_once(
+    make: Make, kind: str
+) -> None:
+    sender, receiver = make("kv_producer", kind), make("kv_consumer", kind)
+    params, _ = prefill(sender, 100)
+    receiver.scheduler.finished(request(100, params), [[], []])
+    deadline = time.monotonic() + 10
+    reports = []
+    while not any(report.sent for report in reports):
+        assert time.monotonic() < deadline
+        reports += sender.step()
+        assert receiver.step() == [Results()]
+    assert sender.workers[0].measures.take()["failures"] == {}
+
+
 def test_a_prompt_that_nobody_asks_for_is_given_back(make: Make) -> None:
     sender = make("kv_producer")
     prefill(sender, 100)

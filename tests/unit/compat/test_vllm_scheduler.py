@@ -93,6 +93,21 @@ def test_one_attempt_is_made():
     assert consumer.num_matched(asked, 0) == (0, False)
 
 
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_a_room_that_nothing_is_wanted_of_is_released(has_blocks):
+    groups = (FULL, WINDOW)
+    send, params = prefilled(14, [[5, 6, 7, 8], [0, 0, 28, 29]], groups)
+    consumer, asked = half("kv_consumer", groups), request(14, params, "FINISHED_ABORTED")
+    if has_blocks:  # prompt_logprobs: vLLM reads no cache
+        consumer.allocated(asked, [[1, 2, 3, 4], [0, 0, 18, 19]], 0)
+    consumer.finished(asked, [[], []])
+    orders = consumer.take_orders()
+    (facts,) = orders.releases
+    assert (facts.room, facts.kv_indices, facts.state_indices) == (send.facts.room, [], {"kv1": []})
+    assert (facts.decode_prefix_len, facts.num_tokens) == (13, 13)
+    assert orders == Orders(releases=[facts])
+
+
 def test_a_load_whose_request_ends_is_aborted_and_one_that_is_reported_is_not():
     _, params = prefilled(10, [[7, 8, 9]])
     consumer, asked = half("kv_consumer"), request(10, params, "FINISHED_ABORTED")

@@ -33,8 +33,9 @@ class Receive:
 
 @dataclass(frozen=True)
 class Orders:
-    """By vLLM's request id; `aborts` are loads whose request has ended."""
+    """By vLLM's request id; `aborts` are loads whose request has ended, `releases` rooms that nothing is wanted of."""
 
     sends: dict[str, Send] = field(default_factory=dict)
     receives: dict[str, Receive] = field(default_factory=dict)
     aborts: list[str] = field(default_factory=list)
+    releases: list[ReceiveFacts] = field(default_factory=list)

@@ -81,6 +81,8 @@ class SchedulerHalf:
             blocks = self._select(block_ids)
             self._next.receives[request.request_id] = self._receive(request, blocks, num_external_tokens)
             self._loading.add(request.request_id)
+        else:
+            self._release(request)
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         """All ranks have reported these loads, whatever came of them."""
@@ -91,8 +93,10 @@ class SchedulerHalf:
         if request.request_id in self._loading:  # vLLM keeps the blocks until the worker halves report the load
             self._next.aborts.append(request.request_id)
             return False, None
-        params = request.kv_transfer_params
-        wanted = bool(params and params.get("do_remote_decode") and self._is_producer)
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill") and self._is_consumer:  # it ended before it had blocks
+            self._release(request)
+        wanted = params.get("do_remote_decode") and self._is_producer
         if not wanted or request.status.name not in FINISHED or not self.endpoints:
             return False, None
         room, num_tokens = secrets.randbits(63) or 1, request.num_prompt_tokens
@@ -114,6 +118,12 @@ class SchedulerHalf:
     def _num_tokens(self, num_prompt_tokens: int) -> int:
         """Tokens that travel of a prompt."""
         return max(num_prompt_tokens - self._left_to_decode, 1)
+
+    def _release(self, request: Any) -> None:
+        """Claim nothing of a room, so that prefill need not keep its blocks for a claim to come."""
+        order = self._receive(request, [[]] * len(self._groups), 0)
+        if order.facts is not None:
+            self._next.releases.append(order.facts)
 
     def _receive(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> Receive:
         num_tokens = self._num_tokens(request.num_prompt_tokens)

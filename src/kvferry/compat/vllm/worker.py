@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class WorkerHalf:
         self._managers: dict[Side, KVManager] = {}
         self._senders: dict[str, KVSender | None] = {}
         self._receivers: dict[str, KVReceiver | None] = {}
+        self._releases: list[KVReceiver] = []
         self._blocks: dict[str, list[int]] = {}
         self._load_errors: set[int] = set()
 
@@ -87,6 +89,9 @@ class WorkerHalf:
         for request_id, receive in orders.receives.items():
             self._blocks[request_id] = receive.blocks
             self._receivers[request_id] = self._open_receiver(request_id, receive)
+        for facts in orders.releases:
+            with contextlib.suppress(KvferryError):  # prefill keeps the blocks for as long as for any claim, then
+                self._releases.append(KVReceiver.from_facts(self._managers[Side.DECODE], facts))
         for request_id in orders.aborts:
             if (receiver := self._receivers.get(request_id)) is not None:
                 receiver.abort(f"request {request_id} was aborted")
@@ -94,6 +99,9 @@ class WorkerHalf:
     def take_results(self) -> Results:
         """What has ended since the last call; every room is reported once."""
         results = Results()
+        for release in [each for each in self._releases if _is_over(each)]:
+            self._releases.remove(release)
+            release.clear()
         for request_id, sender in _over(self._senders):
             del self._senders[request_id]
             self._end(request_id, sender, "send")
