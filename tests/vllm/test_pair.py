@@ -53,6 +53,24 @@ def test_several_requests_are_in_flight_on_both_sides(alone, prefill, decode, pr
     decode.until("requests", 0)
 
 
+def test_fifty_requests_are_in_flight(alone, decode, start, prompt):
+    """More than either pool has blocks for: some are loading or answered while others are computed or wait."""
+    prefill = start("kv_producer", max_num_batched_tokens=64, settings={"claim_timeout_s": 60})
+    shared = prompt(64)
+    prompts = [prompt(40 + 3 * number, shared if number > 10 and number % 3 == 0 else None) for number in range(50)]
+    expected = [alone.add(tokens, 8) for tokens in prompts]
+    asked = [prefill.add(tokens, 1, {"do_remote_decode": True}) for tokens in prompts]
+    loading = [
+        decode.add(tokens, 8, prefill.finish(req_id).params) for tokens, req_id in zip(prompts, asked, strict=True)
+    ]
+    assert [decode.finish(req_id).tokens for req_id in loading] == [alone.finish(each).tokens for each in expected]
+    assert decode.call("warnings") == prefill.call("warnings") == []
+    assert len(decode.call("loads")) == 50
+    prefill.until("requests", 0)
+    decode.until("requests", 0)
+    prefill.close()
+
+
 def test_a_request_without_parameters_is_served_as_ever(alone, decode, prompt):
     tokens = prompt(90)
     assert decode.generate(tokens, 8).tokens == alone.generate(tokens, 8).tokens
