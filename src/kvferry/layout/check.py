@@ -190,7 +190,7 @@ def _check_fields(where: str, tensor: Tensor, space: Space) -> None:
 
 
 def _check_cells(where: str, tensor: Tensor, granules: int, heads: int) -> None:
-    cell = sum(field.nbytes for field in tensor.fields)
+    cell = tensor.cell_bytes
     payload = cell * granules * heads
     if tensor.item_bytes != payload:
         what = f"item_bytes is {tensor.item_bytes}, fields, heads and granules of a page make {payload}"
@@ -247,8 +247,4 @@ def _check_distinct(side: str, layout: Layout) -> None:
             what = f"tensors {min(bad)} and {max(bad)} overlap at {address:#x}"
             hint = "give each its own bytes; two spaces may share a pool: then address, page stride and pages are equal"
             _fail(f"{side} layout", what, hint)
-        reach, before = max((reach, before), *((address + _cell(layout.tensors[each]), each) for each in numbers))
-
-
-def _cell(tensor: Tensor) -> int:
-    return sum(field.nbytes for field in tensor.fields)
+        reach, before = max((reach, before), *((address + layout.tensors[each].cell_bytes, each) for each in numbers))

@@ -88,6 +88,11 @@ class Tensor(msgspec.Struct, frozen=True):
     memory: Memory = Host()
     optional: bool = False
 
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one (layer, page, token, head): all fields, side by side."""
+        return sum(field.nbytes for field in self.fields)
+
 
 class Layout(msgspec.Struct, frozen=True):
     """All that one rank holds.

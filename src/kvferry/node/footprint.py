@@ -38,7 +38,7 @@ def footprint(layout: Layout, pages: Mapping[str, npt.NDArray[np.integer]]) -> t
 def _item(tensor: Tensor, page_tokens: int) -> tuple[npt.NDArray[np.int64], int]:
     """Offsets and length of the contiguous parts of one (layer, page) item."""
     granules = {_granule(field.per, field.granule_tokens, page_tokens) for field in tensor.fields}
-    nbytes = sum(field.nbytes for field in tensor.fields)
+    nbytes = tensor.cell_bytes
     heads = sum(high - low for low, high in tensor.heads) or 1
     axes = [(tensor.strides_bytes.head, heads), (tensor.strides_bytes.token, page_tokens // min(granules))]
     offsets = np.zeros(1, np.int64)

@@ -37,22 +37,19 @@ def bytes_at(memory, where, key):
 
 
 @pytest.mark.parametrize("order", ["hnd", "nhd"])
-def test_page_major_is_page_layer_kv_then_the_order(order):
+@pytest.mark.parametrize(
+    ("preset", "outer", "place"),
+    [
+        pytest.param(page_major, (5, 3, 2), (2, 1, 1), id="page, layer, kv"),
+        pytest.param(layer_major, (2, 3, 5), (1, 1, 2), id="all k layers, then all v layers"),
+    ],
+)
+def test_major_axes_come_before_the_order(preset, outer, place, order):
     pages = {"kv": PageList(np.array([4, 2]), 0)}
-    memory, where = write(page_major("m", **SHAPE, order=order), pages, 7)
+    memory, where = write(preset("m", **SHAPE, order=order), pages, 7)
     inner = (2, 4, 8) if order == "hnd" else (4, 2, 8)
-    block = array_of(memory, (5, 3, 2, *inner))
-    got = block[2, 1, 1, 1, 2] if order == "hnd" else block[2, 1, 1, 2, 1]
-    assert (got == bytes_at(memory, where, ("kv", 1, "v", 1, 6))).all()
-
-
-@pytest.mark.parametrize("order", ["hnd", "nhd"])
-def test_layer_major_is_all_k_layers_then_all_v_layers(order):
-    pages = {"kv": PageList(np.array([4, 2]), 0)}
-    memory, where = write(layer_major("m", **SHAPE, order=order), pages, 7)
-    inner = (2, 4, 8) if order == "hnd" else (4, 2, 8)
-    block = array_of(memory, (2, 3, 5, *inner))
-    got = block[1, 1, 2, 1, 2] if order == "hnd" else block[1, 1, 2, 2, 1]
+    block = array_of(memory, (*outer, *inner))
+    got = block[(*place, 1, 2)] if order == "hnd" else block[(*place, 2, 1)]
     assert (got == bytes_at(memory, where, ("kv", 1, "v", 1, 6))).all()
 
 

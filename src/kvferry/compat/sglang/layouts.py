@@ -19,6 +19,9 @@ from kvferry.layout import Device, Field, Host, Layout, Memory, Rows, Slot, Spac
 from kvferry.presets.grid import head_interval
 
 MAIN = "kv"
+KEY_VALUE, LATENT = ("k", "v"), ("latent",)
+"""Fields of a layer, in the order of SGLang's regions."""
+
 MOST_UNITS = 128
 """State is cut into at most so many parts per group: one for each rank of the widest tensor parallelism."""
 
@@ -110,10 +113,10 @@ def _main(args: Any, geometry: Geometry) -> Sequence[Tensor]:
     entries = _entries(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, args.kv_layer_ids)
     drafts = args.num_draft_entries
     own = len(entries) - drafts
-    names = ("latent",) if not geometry.kv_heads else ("k", "v")
+    names = KEY_VALUE if geometry.kv_heads else LATENT
     numbered = [
-        *_numbered(entries[:own], len(names), geometry.first_layer),
-        *_numbered(entries[own:], len(names), geometry.layers),
+        *_numbered(entries[:own], names, geometry.first_layer),
+        *_numbered(entries[own:], names, geometry.layers),
     ]
     tensors = []
     for number, (entry, name) in enumerate(numbered):
@@ -123,15 +126,14 @@ def _main(args: Any, geometry: Geometry) -> Sequence[Tensor]:
     return tensors
 
 
-def _numbered(entries: Sequence[_Entry], kinds: int, first_layer: int) -> list[tuple[_Entry, str]]:
+def _numbered(entries: Sequence[_Entry], names: Sequence[str], first_layer: int) -> list[tuple[_Entry, str]]:
     """Name the entries, K of all layers before V of all layers, and number the layers where SGLang does not."""
-    each, rest = divmod(len(entries), kinds)
+    each, rest = divmod(len(entries), len(names))
     if rest:
-        what = f"{len(entries)} KV regions are no whole number of layers with {kinds} each"
+        what = f"{len(entries)} KV regions are no whole number of layers with {len(names)} each"
         raise LayoutError(
             f"SGLang KV pool: {what}", hint="is this an MLA model that is taken for another, or the reverse?"
         )
-    names = ("latent",) if kinds == 1 else ("k", "v")
     return [
         (entry if entry.layer >= 0 else entry._replace(layer=first_layer + number % each), names[number // each])
         for number, entry in enumerate(entries)
@@ -181,7 +183,7 @@ def _state(args: Any, geometry: Geometry, number: int, kind: Kind) -> list[Tenso
     kv_heads = geometry.swa_kv_heads if kind.paged else 0
     if kind.paged and kv_heads and len(entries) % 2 == 0:
         heads = head_interval(kv_heads, geometry.sizes.tp, geometry.rank.tp)
-        return [_paged(kind.space, e, name, heads, args, geometry) for e, name in _numbered(entries, 2, 0)]
+        return [_paged(kind.space, e, name, heads, args, geometry) for e, name in _numbered(entries, KEY_VALUE, 0)]
     return [_whole(kind, entry, position, args, geometry) for position, entry in enumerate(entries)]
 
 

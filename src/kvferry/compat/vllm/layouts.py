@@ -12,6 +12,7 @@ from kvferry.errors import LayoutError
 from kvferry.ids import Rank
 from kvferry.layout import All, Field, Host, Layout, Space, Strides, Tensor, Window
 from kvferry.layout.tensor import Device
+from kvferry.presets.grid import head_interval
 
 MAIN = "kv"
 
@@ -151,13 +152,9 @@ def _cell_bytes(cache: CacheTensor) -> int:
 def _heads(geometry: Geometry, cache: CacheTensor) -> tuple[int, int]:
     """The interval of the model's KV heads that this rank holds; ranks above their number share one."""
     held, total = cache.shape[1], geometry.kv_heads
-    if held * geometry.tp_size == total:
-        first = geometry.tp_rank * held
-    elif held == 1 and geometry.tp_size % total == 0:
-        first = geometry.tp_rank * total // geometry.tp_size
-    else:
+    if held * geometry.tp_size != total and not (held == 1 and geometry.tp_size % total == 0):
         raise LayoutError(
             f"vLLM layer {cache.name}: {held} KV heads on each of {geometry.tp_size} TP ranks, the model has {total}",
             hint="layers whose number of KV heads is not the model's are not supported",
         )
-    return first, first + held
+    return head_interval(total, geometry.tp_size, geometry.tp_rank)
