@@ -44,7 +44,17 @@ class Fleet:
 
     def __init__(self, prefill, decode, **settings):
         self.prefill = [self._rank("prefill", layout, (), settings) for layout in prefill]
-        self.decode = [self._rank("decode", layout, decode, settings) for layout in decode]
+        self.decode = [
+            self._rank("decode", layout, [other for other in decode if other.rank.dp == layout.rank.dp], settings)
+            for layout in decode
+        ]
+
+    def between(self, prefill_dp, decode_dp):
+        """The same ranks, as far as they are of these DP groups."""
+        found = object.__new__(Fleet)
+        found.prefill = [rank for rank in self.prefill if rank.layout.rank.dp == prefill_dp]
+        found.decode = [rank for rank in self.decode if rank.layout.rank.dp == decode_dp]
+        return found
 
     @staticmethod
     def _rank(side, layout, group, settings):

@@ -1,5 +1,6 @@
 """Any layout to any layout, through real managers of whole sides: every byte, guards included, is compared."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -73,6 +74,20 @@ def test_every_rank_gets_what_it_holds_and_nothing_else(model, prefill, decode, 
         total = fleet.hand_over(5, num_tokens, prefix=prefix, chunk_pages=chunk_pages, rows=3)
         fleet.check(5)
         assert total == fleet.held_bytes(), "each byte once, whoever else holds it"
+
+
+def test_a_room_may_be_in_any_dp_group_of_either_side():
+    grids = [("tp=2,page=16,dp=2", 2), ("tp=3,page=8,dp=3", 3)]
+    prefill, decode = (
+        [layout for dp in range(groups) for layout in layouts_of(GQA, parse_grid(text), 200, dp)]
+        for text, groups in grids
+    )
+    with Fleet(prefill, decode) as fleet:
+        for room, (source, target) in enumerate(itertools.product(range(2), range(3)), 5):
+            pair = fleet.between(source, target)
+            total = pair.hand_over(room, 130, prefix=room)
+            pair.check(room)
+            assert total == pair.held_bytes()
 
 
 def test_many_rooms_of_replicas_are_spread_and_right():
