@@ -211,6 +211,7 @@ def test_a_prefill_replaced_behind_a_proxy(make, kit, proxy, cut):
     first = kit.claim(decode, between.address, 2, [7, 8])
     kit.offer(new, 2, [1, 2])
     if first.wait(5) is not KVPoll.Success:  # it may have met the old connection's end
+        kit.until(first.is_release_safe)  # as a scheduler has to, before it uses the pages again
         kit.offer(new, 3, [1, 2])
         second = kit.claim(decode, between.address, 3, [7, 8])
         assert second.wait(5) is KVPoll.Success, second.failure()
