@@ -85,12 +85,12 @@ def test_a_peer_that_stops_reading_blocks_neither_the_caller_nor_another_peer(su
 
 
 def test_a_stopped_target_fails_the_attach_within_its_limit_and_never_blocks_a_call(suite, monkeypatch):
-    monkeypatch.setattr(pick, "OPENING_S", 0.2)
+    monkeypatch.setattr(pick, "OPENING_S", 1)
     process = suite.spawn()
     process.stop()
     before = time.monotonic()
     ticket = suite.pair.writer.engine.attach(process.peer, process.blob)
-    assert time.monotonic() - before < 0.15
+    assert time.monotonic() - before < 0.7
     done = suite.pair.settle(ticket)
     assert done.outcome is Outcome.FAILED_QUIET
     assert "no answer" in done.cause
@@ -181,14 +181,14 @@ def test_a_host_name_is_resolved_without_blocking_and_a_wrong_one_is_named(pair,
     def slow(host, *arguments, flags=0, **more):
         if flags & socket.AI_NUMERICHOST:
             return real(host, *arguments, flags=flags, **more)
-        time.sleep(0.3)
+        time.sleep(1)
         raise socket.gaierror(socket.EAI_NONAME, "no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     wrong = blob.encode(msgspec.structs.replace(said, tcp_host="no-such-host.invalid"))
     before = time.monotonic()
     ticket = pair.writer.engine.attach(pair.target.me, wrong)
-    assert time.monotonic() - before < 0.2
+    assert time.monotonic() - before < 0.7
     done = pair.settle(ticket)
     assert done.outcome is Outcome.FAILED_QUIET
     assert "no-such-host.invalid" in done.cause

@@ -263,7 +263,7 @@ def test_a_stopped_target_takes_what_fits_in_the_buffers_and_everything_when_it_
         pair.writer.engine.poll(0)
         slowest = max(slowest, time.monotonic() - before)
         assert pair.write(pair.batch([0], [0], [100_000])).outcome is Outcome.LANDED  # to another peer
-    assert slowest < 0.3
+    assert slowest < 1
     assert not set(tickets) & set(pair.ended)
     process.go_on()
     assert all(pair.settle(ticket).outcome is Outcome.LANDED for ticket in tickets)

