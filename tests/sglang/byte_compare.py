@@ -27,11 +27,13 @@ class Record:
 
     Attributes:
         rank: place in the grid.
+        pool: the pool in which it held that, "device" or "host".
         prefix_tokens: where decode's part begins, as this side was told.
         digests: element -> digest.
     """
 
     rank: str
+    pool: str
     prefix_tokens: int
     digests: dict[Key, int]
 
@@ -40,7 +42,7 @@ def read(path: Path) -> Record:
     """Read a record."""
     found: dict[str, Any] = msgspec.msgpack.decode(path.read_bytes())
     digests = {(space, layer, field, head, at): digest for space, layer, field, head, at, digest in found["elements"]}
-    return Record(f"{found['side']} {found['rank']}", found["prefix_tokens"], digests)
+    return Record(f"{found['side']} {found['rank']}", found["pool"], found["prefix_tokens"], digests)
 
 
 def wait_for_records(pair: Pair, room: int, side: str) -> list[Record]:

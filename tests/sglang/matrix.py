@@ -9,6 +9,10 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 SECRET = {"KVFERRY_SECRET": "only-these-two-servers-know-it"}
 SEQUENTIAL = ("--disable-overlap-schedule",)
 
+TO_HOST = ("--disaggregation-decode-retraction-backup", "host_pool", "--disaggregation-decode-host-receive-threshold")
+"""Decode receives into host memory once so much of the device's is taken: a number from 0 to 1 follows."""
+ALWAYS_TO_HOST = (*TO_HOST, "0")
+
 SETUPS = {
     "base": Setup(),
     "no-overlap": Setup(args=SEQUENTIAL),

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,19 @@ import pytest
 import zmq
 from checks import check
 from client import Answer, Exchange, at_once, exchange, generation, new_room, post
+from matrix import ALWAYS_TO_HOST
 from models import Reference, references
 from servers import Pair, Setup, free_port
 
 StartPair = Callable[[Setup], Pair]
 LIMIT_S = 30.0
 ORDERED = Setup(args=("--disable-radix-cache",), env={"KVFERRY_ENGINE": "ordered"})
+
+
+@pytest.fixture(params=["device", "host"])
+def ordered(request: pytest.FixtureRequest) -> Setup:
+    """Decode receives into either of its pools."""
+    return ORDERED if request.param == "device" else replace(ORDERED, decode_args=ALWAYS_TO_HOST)
 
 
 @pytest.fixture
@@ -71,8 +79,10 @@ def check_healthy(pair: Pair, reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_abort_during_the_transfer(side: str, start_pair: StartPair, orders: Path, reference: Reference) -> None:
-    pair = start_pair(ORDERED)
+def test_abort_during_the_transfer(
+    side: str, ordered: Setup, start_pair: StartPair, orders: Path, reference: Reference
+) -> None:
+    pair = start_pair(ordered)
     (orders / "hold").touch()
     running = Running(pair, reference, rid="to-be-aborted")
     wait_until_held(orders)
@@ -83,8 +93,10 @@ def test_abort_during_the_transfer(side: str, start_pair: StartPair, orders: Pat
     check_healthy(pair, reference)
 
 
-def test_a_client_that_hangs_up_during_the_transfer(start_pair: StartPair, orders: Path, reference: Reference) -> None:
-    pair = start_pair(ORDERED)
+def test_a_client_that_hangs_up_during_the_transfer(
+    ordered: Setup, start_pair: StartPair, orders: Path, reference: Reference
+) -> None:
+    pair = start_pair(ordered)
     (orders / "hold").touch()
     body = generation(reference, **pair.rendezvous(new_room()))
     answers = at_once([lambda port=port: post(port, "/generate", body, 2.0) for port in ports_of(pair)])
@@ -104,9 +116,9 @@ def test_a_partner_that_never_comes(side: str, start_pair: StartPair, reference:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_server_that_is_killed_and_started_again(
-    side: str, start_pair: StartPair, orders: Path, reference: Reference
+    side: str, ordered: Setup, start_pair: StartPair, orders: Path, reference: Reference
 ) -> None:
-    pair = start_pair(ORDERED)
+    pair = start_pair(ordered)
     check_healthy(pair, reference)
     (orders / "hold").touch()
     running = Running(pair, reference)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from byte_compare import differences
 from client import exchange
+from matrix import ALWAYS_TO_HOST
 from models import references
 from servers import Pair, Setup
 
@@ -26,8 +28,11 @@ def test_an_element_that_is_not_copied(
     assert len(differences(pair, exchange(pair, reference))) == 1
 
 
-def test_two_pages_that_are_exchanged(start_pair: StartPair, model_folder: Callable[[str], Path], orders: Path) -> None:
-    pair = start_pair(Setup(args=NO_CACHE))
+@pytest.mark.parametrize("decode_args", [(), ALWAYS_TO_HOST], ids=["device", "host"])
+def test_two_pages_that_are_exchanged(
+    decode_args: tuple[str, ...], start_pair: StartPair, model_folder: Callable[[str], Path], orders: Path
+) -> None:
+    pair = start_pair(Setup(args=NO_CACHE, decode_args=decode_args))
     reference = references(model_folder("llama"), "bfloat16")[1]
     (orders / "swap_pages").touch()
     done = exchange(pair, reference)

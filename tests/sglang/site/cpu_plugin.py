@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import host_pool
+
 ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 MLA_HANDLER = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler"
 
@@ -71,6 +73,7 @@ def register() -> None:
     HookRegistry.register(MLA_HANDLER, latent_attention, HookType.AFTER)
     for name in ("forward_extend", "forward_decode"):
         HookRegistry.register(f"{ATTENTION}.{name}", window_attention, HookType.AROUND)
+    host_pool.register()
     if "FERRY_TEST_RECORDS" in os.environ:
         import recorder
 

@@ -32,12 +32,14 @@ class Notes:
 
     Attributes:
         prefix_tokens: tokens that decode has already.
+        pool: which of the rank's pools they are in, "device" or "host".
         pages: page lists by number: 0 is the KV cache, 1 and so on the kinds of state.
         is_written: whether the record was written.
     """
 
     def __init__(self) -> None:
         self.prefix_tokens = 0
+        self.pool = "device"
         self.pages: dict[int, list[int]] = {0: []}
         self.is_written = False
 
@@ -116,9 +118,10 @@ def _note_send(notes: Notes, _: Any, kv_indices: Any, state_indices: Any = None,
 
 def _note_metadata(
     notes: Notes, _: Any, kv_indices: Any, aux_index: Any = None, state_indices: Any = None,
-    decode_prefix_len: int | None = None, *__: Any, **___: Any,
+    decode_prefix_len: int | None = None, destination: Any = None, *__: Any, **___: Any,
 ) -> None:  # fmt: skip
     notes.prefix_tokens = int(decode_prefix_len or 0)
+    notes.pool = "device" if destination is None else destination.value
     notes.add(kv_indices, state_indices)
 
 
@@ -134,7 +137,9 @@ def _write(room: Any, side: str) -> None:
     for number, space in enumerate(layout.spaces):
         found += _elements(layout, space.name, notes, number)
     rank = msgspec.to_builtins(layout.rank)
-    record = {"side": side, "rank": rank, "prefix_tokens": notes.prefix_tokens, "elements": found}
+    record = {
+        "side": side, "rank": rank, "pool": notes.pool, "prefix_tokens": notes.prefix_tokens, "elements": found,
+    }  # fmt: skip
     name = f"{room.bootstrap_room}.{side}.{'-'.join(map(str, rank.values()))}"
     folder = Path(os.environ["FERRY_TEST_RECORDS"])
     (folder / f"{name}.part").write_bytes(msgspec.msgpack.encode(record))
@@ -142,7 +147,7 @@ def _write(room: Any, side: str) -> None:
 
 
 def _layout(room: Any) -> Layout:
-    layout: Layout = room.kv_mgr.inner.node.layout
+    layout: Layout = room.kv_mgr.pool_at(_notes(room).pool).node.layout
     return layout
 
 

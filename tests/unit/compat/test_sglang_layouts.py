@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvferry.compat.sglang.geometry import Geometry
-from kvferry.compat.sglang.layouts import STATES, layout_of
+from kvferry.compat.sglang.layouts import STATES, host_args, layout_of
 from kvferry.compat.sglang.states import States
 from kvferry.errors import InputError, LayoutError
 from kvferry.ids import Rank
-from kvferry.layout import covers, supports, validate
+from kvferry.layout import Device, covers, supports, validate
 from kvferry.plan import Election, PageList
 from kvferry.testing.oracle import cells
 
@@ -84,6 +84,21 @@ def test_draft_layers_come_after_the_models_and_may_be_missing_at_prefill():
     assert {tensor.layers[0] for tensor in with_draft.tensors if tensor.optional} == {LAYERS}
     assert covers([without], with_draft) == ""
     assert covers([with_draft], without) == ""
+
+
+def test_a_pool_in_host_memory_has_the_same_regions_elsewhere():
+    device, host = mha(), [np.zeros((3 * SLOTS, HEADS, DIM), np.float16) for _ in range(2 * LAYERS)]
+    swa, host_swa = ([np.zeros((slots, HEADS, DIM), np.float16)] * 2 for slots in (SLOTS, 2 * SLOTS))
+    args = state(kv_args(device), "swa", swa, item=PAGE)
+    assert host_args(args) is None
+    there = state(kv_args(host), "swa", host_swa, item=PAGE)
+    for name in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens", "state_data_ptrs", "state_data_lens"):
+        setattr(args, f"host_{name}", getattr(there, name))
+    args.host_state_item_lens = there.state_item_lens
+    ours = geometry(device=3)
+    assert layout_of(host_args(args), ours.on_host()) == layout_of(there, geometry())
+    assert {type(tensor.memory) for tensor in layout_of(args, ours).tensors} == {Device}
+    assert {tensor.pages for tensor in layout_of(args, ours).tensors} == {SLOTS // PAGE}
 
 
 def test_layers_of_a_hybrid_model_keep_their_numbers():

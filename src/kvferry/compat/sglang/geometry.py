@@ -45,6 +45,10 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         state = tp if self.state_tp_size == self.sizes.tp else self.state_tp_rank
         return msgspec.structs.replace(self, rank=rank, state_tp_rank=state)
 
+    def on_host(self) -> Geometry:
+        """The same for a pool in host memory."""
+        return msgspec.structs.replace(self, device=-1)
+
 
 def geometry_of(args: Any, server_args: Any, *, is_mla: bool) -> Geometry:
     """Ask SGLang's runtime context and model configuration, in a scheduler process.

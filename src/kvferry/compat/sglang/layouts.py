@@ -8,6 +8,7 @@ last. State is an entry per (tensor, layer), `[slots, ...]`. (SGLang 0.5.23: dis
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from enum import Enum
@@ -65,6 +66,9 @@ STATES: dict[str, Kind] = {
 }
 """Kinds of state by SGLang's names (`StateType`)."""
 
+_REGIONS = "kv_data_ptrs", "kv_data_lens", "kv_item_lens"
+_STATE_REGIONS = "state_data_ptrs", "state_data_lens", "state_item_lens"
+
 REFUSED = {"dsa_tail": "its indices are parts of a ring row and mean other bytes on the other side"}
 """Kinds that can't be carried, and why."""
 
@@ -101,6 +105,20 @@ def layout_of(args: Any, geometry: Geometry) -> Layout:
         tensors += _state(args, geometry, number, kind)
     heads = max(geometry.kv_heads, geometry.swa_kv_heads)
     return Layout(geometry.model, geometry.dtype, heads, tuple(tensors), tuple(spaces), geometry.rank)
+
+
+def host_args(args: Any) -> Any:
+    """KVArgs of a decode rank's second pool, in host memory: the same regions, elsewhere; None if it has none.
+
+    Args:
+        args: SGLang's KVArgs of the rank.
+    """
+    if getattr(args, "host_kv_data_ptrs", None) is None:
+        return None
+    found = copy.copy(args)
+    for name in (*_REGIONS, *(_STATE_REGIONS if args.state_types else ())):
+        setattr(found, name, getattr(args, f"host_{name}"))
+    return found
 
 
 def _space(kind: Kind, page_tokens: int) -> Space:

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from sglang.srt.disaggregation.base.conn import BaseKVManager
+from sglang.srt.disaggregation.base.conn import BaseKVManager, KVTransferDestination
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_serving
 
@@ -15,9 +15,10 @@ from kvferry.api import KVArgs, KVClassType, get_kv_class
 from kvferry.api.room import Room
 from kvferry.bootstrap.address import join_address
 from kvferry.compat.sglang.geometry import Geometry, geometry_of
-from kvferry.compat.sglang.layouts import layout_of
+from kvferry.compat.sglang.layouts import host_args, layout_of
 from kvferry.compat.sglang.states import States
 from kvferry.compat.sglang.topology import PrefillTable
+from kvferry.errors import InputError
 from kvferry.ids import Side
 
 log = logging.getLogger("kvferry.sglang")
@@ -30,6 +31,7 @@ class KVFerryManager(BaseKVManager):
 
     Attributes:
         inner: kvferry's own manager.
+        host: a decode rank's manager of its pool in host memory, where SGLang may receive into it.
         kv_args: SGLang's KVArgs.
         prefill_info_table: bootstrap address -> SGLang's PrefillServerInfo.
     """
@@ -63,12 +65,36 @@ class KVFerryManager(BaseKVManager):
         self._executor_lock = threading.Lock()
         side = Side(disaggregation_mode.value)
         self.inner = self._open(side, args, self.geometry)
+        self.host = self._open_host(side, args)
         self.prefills = PrefillTable(self.inner.secret)
 
     @property
     def prefill_info_table(self) -> dict[str, Any]:
         """Bootstrap address -> what is known of the prefill side there."""
         return self.prefills.known
+
+    @property
+    def supports_host_destination(self) -> bool:
+        """Whether pages in host memory can be named."""
+        return self.host is not None
+
+    def pool_at(self, destination: Any) -> Any:
+        """The manager of the pool in which a request's pages are.
+
+        Args:
+            destination: SGLang's KVTransferDestination.
+
+        Raises:
+            InputError: this rank has no such pool.
+        """
+        if destination == KVTransferDestination.DEVICE:
+            return self.inner
+        if destination == KVTransferDestination.HOST and self.host is not None:
+            return self.host
+        raise InputError(
+            f"destination {destination} is not a pool of this rank",
+            hint="start decode with --disaggregation-decode-host-receive-threshold below 1",
+        )
 
     def register_to_bootstrap(self) -> None:
         """Nothing more: a prefill rank is registered, and renewed, from its construction on."""
@@ -109,6 +135,14 @@ class KVFerryManager(BaseKVManager):
             self._ensure_prefill_recompute_executor().submit(self.prefills.recompute, receiver, payload)
 
     # -- helpers
+
+    def _open_host(self, side: Side, args: Any) -> Any:
+        try:
+            found = host_args(args)
+            return found and self._open(side, found, self.geometry.on_host())
+        except BaseException:
+            self.inner.shutdown()
+            raise
 
     def _open(self, side: Side, args: Any, geometry: Geometry) -> Any:
         layout = layout_of(args, geometry)
