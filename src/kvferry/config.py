@@ -16,7 +16,7 @@ import msgspec
 from kvferry.errors import ConfigError
 
 PREFIX = "KVFERRY_"
-RESERVED = frozenset({"KVFERRY_ENGINE", "KVFERRY_SECRET"})
+RESERVED = frozenset({"KVFERRY_ENGINE", "KVFERRY_MODEL", "KVFERRY_SECRET"})
 """Variables with our prefix that are read elsewhere."""
 
 

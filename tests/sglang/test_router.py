@@ -43,7 +43,8 @@ def start_router(tmp_path: Path) -> Iterator[Callable[[Pair], int]]:
 
     yield start
     for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
     print(log.read_text()[-4000:])
 

@@ -15,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # child processes import the mod
 
 from engine_process import Engine
 
+from kvferry.serve.transformers_folder import write_folder
+from kvferry.serve.weights import find_model
+
 SETTINGS = {"claim_timeout_s": 3.0, "bootstrap_timeout_s": 3.0}
 
 
@@ -29,6 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     subprocess.run([sys.executable, str(Path(__file__).parent / "tiny_models.py"), str(folder)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct, as a folder that vLLM loads."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    write_folder(find_model(None), folder)
     return folder
 
 

@@ -127,6 +127,16 @@ def test_models_differ(prefill, start, prompt):
     right = start(None, model="tiny-other")
     engine = start("kv_consumer", model="tiny-other", policy="recompute")
     tokens = prompt(200)
-    recomputes(engine, right, tokens, prefill.prefill(tokens), ["'tiny-llama'", "'tiny-other'"])
+    recomputes(engine, right, tokens, prefill.prefill(tokens), ["'tiny-llama@", "'tiny-other@"])
+    engine.close()
+    right.close()
+
+
+def test_models_of_one_name_differ(prefill, start, prompt):
+    """Two checkpoints of one training, say: only their weights are different."""
+    right = start(None, model="again/tiny-llama")
+    engine = start("kv_consumer", model="again/tiny-llama", policy="recompute")
+    tokens = prompt(200)
+    recomputes(engine, right, tokens, prefill.prefill(tokens), ["'tiny-llama@"] * 2)
     engine.close()
     right.close()

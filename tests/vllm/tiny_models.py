@@ -28,7 +28,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write(folder: str) -> None:
-    for name, seed in (("tiny-llama", 7), ("tiny-other", 8)):
+    for name, seed in (("tiny-llama", 7), ("tiny-other", 8), ("again/tiny-llama", 10)):
         torch.manual_seed(seed)
         LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16).save_pretrained(f"{folder}/{name}")
         tokenizer().save_pretrained(f"{folder}/{name}")

@@ -51,6 +51,10 @@ class Tokenizer:
         """Text of token ids; bytes that are no whole character yet come out as U+FFFD."""
         return str(self._bpe.decode(list(ids), skip_special_tokens=not with_control_tokens))
 
+    def save(self, path: Path) -> None:
+        """Write it as a tokenizer.json."""
+        self._bpe.save(str(path))
+
     def chat_text(self, messages: Sequence[Message]) -> str:
         """The prompt for the assistant's next turn.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvferry.compat.checkpoint import model_id
 from kvferry.ids import Rank
 
 
@@ -14,7 +14,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     """One rank.
 
     Attributes:
-        model: name of the model, without its directory: both sides must agree.
+        model: name of the model and digest of its weights: both sides must agree (see checkpoint).
         layers: hidden layers of the model; draft layers are numbered from there on.
         first_layer: the first layer of this pipeline stage, where SGLang numbers its regions by position.
         dtype: dtype of the KV cache: SGLang's "auto" says nothing, and two dtypes may have the same size.
@@ -71,7 +71,7 @@ def geometry_of(args: Any, server_args: Any, *, is_mla: bool) -> Geometry:
     stage, _ = get_pp_indices(config.num_hidden_layers, args.pp_rank, parallel.pp_size)
     on_host = str(getattr(server_args, "device", "cuda")) == "cpu"
     return Geometry(
-        model=Path(str(server_args.model_path)).name, layers=config.num_hidden_layers,
+        model=model_id(str(server_args.model_path)), layers=config.num_hidden_layers,
         dtype=_dtype(str(args.kv_cache_dtype_str), config.dtype), kv_heads=0 if is_mla else heads,
         swa_kv_heads=config.get_swa_num_kv_heads(tp[1]) * tp[1] if tp[1] <= heads else heads,
         rank=Rank(dp, args.pp_rank, cp[0], tp[0]), sizes=Rank(dp_size, parallel.pp_size, cp[1], tp[1]),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 
+from kvferry.compat.checkpoint import model_id
 from kvferry.compat.vllm.layouts import CacheGroup, CacheTensor, Geometry
 from kvferry.errors import ConfigError
 
@@ -36,7 +36,7 @@ def geometry_of(vllm_config: Any, kv_cache_config: Any, tp_rank: int, dtype: str
     """What the caches of a rank do not say."""
     model = vllm_config.model_config
     return Geometry(
-        model=Path(str(model.model)).name, dtype=dtype, kv_heads=model.get_total_num_kv_heads(),
+        model=model_id(str(model.model)), dtype=dtype, kv_heads=model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(), tp_rank=tp_rank, tp_size=vllm_config.parallel_config.tensor_parallel_size,
         num_blocks=kv_cache_config.num_blocks, groups=groups_of(vllm_config, kv_cache_config),
     )  # fmt: skip
