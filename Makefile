@@ -62,10 +62,10 @@ sglang-beside: .venv-sglang/.installed
 vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
-# beside vLLM's own NixlConnector, in turns: 20 requests of 600 tokens each, with SmolLM2
+# beside vLLM's own NixlConnector, in turns: 20 requests of 300 tokens each, with SmolLM2
 vllm-beside: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-	.venv-vllm/bin/python tests/vllm/beside.py 20 600
+	.venv-vllm/bin/python tests/vllm/beside.py 20 300
 
 .venv-vllm/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-vllm

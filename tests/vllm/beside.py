@@ -29,6 +29,7 @@ WARM_UP = 3
 AWAKE_S = 0.3
 """Time for timers that ran out meanwhile."""
 NEW_TOKENS = 8
+METRICS_S = 10.0
 
 
 class Contestant:
@@ -45,7 +46,8 @@ class Contestant:
         )
         self.proxy = proxy_between(self.prefill, self.decode, folder / f"{name}-proxy.log")
         self.first_token_s: list[float] = []
-        self._begin: list[float] = []
+        self.transfer_s: list[float] = []
+        self.load_bytes = 0.0
 
     @property
     def servers(self) -> tuple[Server, Server, Server]:
@@ -61,43 +63,52 @@ class Contestant:
         """One request through the proxy, while the other pair stands still; its text."""
         self.signal(signal.SIGCONT)
         time.sleep(AWAKE_S)
+        before = self._totals()
         begun_s = time.monotonic()
         body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
         events = self.proxy.events("/v1/completions", **body)
         said = [next(events)]
         self.first_token_s.append(time.monotonic() - begun_s)
         said += events
+        self._note_load(before)
         self.signal(signal.SIGSTOP)
         return "".join(event["choices"][0]["text"] for event in said)
 
-    def totals(self) -> list[float]:
-        """Loads so far, their seconds and their bytes, as decode says."""
-        seconds, nbytes = self._metrics
-        return [self.decode.metric(f"{name}") for name in (f"{seconds}_count", f"{seconds}_sum", f"{nbytes}_sum")]
-
-    def begin(self) -> None:
+    def forget(self) -> None:
         """The warm-up is over."""
-        self.signal(signal.SIGCONT)
-        self._begin = self.totals()
         self.first_token_s.clear()
-        self.signal(signal.SIGSTOP)
+        self.transfer_s.clear()
 
     def report(self) -> str:
-        """Median and best decile of the first token, mean of the transfers."""
-        self.signal(signal.SIGCONT)
-        count, seconds, nbytes = (now - before for now, before in zip(self.totals(), self._begin, strict=True))
-        first = sorted(1e3 * value for value in self.first_token_s)
-        low = first[len(first) // 10]
+        """Medians and best deciles."""
+        first, transfer = ([1e3 * value for value in sorted(each)] for each in (self.first_token_s, self.transfer_s))
+        tenth = len(first) // 10
         return (
-            f"{self.name:8} first token {statistics.median(first):7.1f} ms (best decile {low:7.1f}), "
-            f"transfer {1e3 * seconds / count:7.2f} ms in the mean, {nbytes / count / 2**20:.2f} MiB, {count:.0f} loads"
+            f"{self.name:8} first token {statistics.median(first):8.1f} ms (best decile {first[tenth]:8.1f}), "
+            f"transfer {statistics.median(transfer):7.2f} ms (best decile {transfer[tenth]:7.2f}), "
+            f"{self.load_bytes / 2**20:.2f} MiB, {len(first)} requests"
         )
+
+    def _totals(self) -> list[float]:
+        """Loads so far, their seconds and their bytes, as decode says."""
+        seconds, nbytes = self._metrics
+        return [self.decode.metric(name) for name in (f"{seconds}_count", f"{seconds}_sum", f"{nbytes}_sum")]
+
+    def _note_load(self, before: list[float]) -> None:
+        """What the one load of a request took; vLLM publishes it with a later step of its engine."""
+        until = time.monotonic() + METRICS_S
+        while (now := self._totals())[0] == before[0]:
+            assert time.monotonic() < until, f"{self.name}: the request loaded nothing"
+            time.sleep(0.05)
+        assert now[0] == before[0] + 1
+        self.transfer_s.append(now[1] - before[1])
+        self.load_bytes = now[2] - before[2]
 
 
 def _environment() -> dict[str, str]:
     """Of any server: NIXL's look for each other at a port of their own."""
     return {
-        "UCX_TLS": "tcp,self,shm", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
     }  # fmt: skip
 
@@ -131,7 +142,7 @@ def main(rounds: int, tokens: int) -> None:
                 assert len(texts) == 1, texts
                 if number == WARM_UP - 1:
                     for side in sides:
-                        side.begin()
+                        side.forget()
             for side in sides:
                 print(side.report())
         finally:

@@ -10,6 +10,8 @@ from multiprocessing import get_context
 from typing import Any
 
 ANSWER_LIMIT_S = 90.0
+START_LIMIT_S = 300.0
+"""Several start at once, and the first time Python compiles all of vLLM."""
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -53,7 +55,7 @@ class Engine:
 
     def wait_ready(self) -> Engine:
         if not self.is_ready:
-            assert self._answer() == "ready"
+            assert self._answer(START_LIMIT_S) == "ready"
             self.is_ready = True
         return self
 
@@ -106,8 +108,8 @@ class Engine:
             self.call("close")
             self.process.join(20)
 
-    def _answer(self) -> Any:
-        assert self._pipe.poll(ANSWER_LIMIT_S), f"no answer within {ANSWER_LIMIT_S} s"
+    def _answer(self, limit_s: float = ANSWER_LIMIT_S) -> Any:
+        assert self._pipe.poll(limit_s), f"no answer within {limit_s} s"
         found = self._pipe.recv()
         if isinstance(found, Exception):
             raise found
