@@ -1,8 +1,6 @@
 """Any layout to any layout, through real managers of whole sides: every byte, guards included, is compared."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,10 +10,8 @@ from kvferry import KVArgs, KVPoll, KVReceiver, KVSender
 from kvferry.errors import InputError, LayoutError
 from kvferry.layout import Ranges, Rows, Slot, Window
 from kvferry.presets import Block, Item, ModelShape, attention, layouts_of, parse_grid
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fleet import Fleet
+from kvferry.testing.cluster import Cluster
+from kvferry.testing.cluster_rank import ClusterRank
 
 KV = (Item("k", 3, 4), Item("v", 5, 4))
 GQA = attention("gqa", layers=5, kv_heads=4, head_dim=3)
@@ -45,6 +41,16 @@ def sides(model, prefill, decode):
     return [layouts_of(model, parse_grid(text), 60) for text in (prefill, decode)]
 
 
+def carry(cluster, num_tokens, **facts):
+    """One request, all of it checked; the bytes that came, and those that were asked for."""
+    request = cluster.request(num_tokens, **{"room": 5, **facts})
+    request.wait()
+    request.check()
+    found = request.landed_bytes, request.wanted_bytes
+    request.clear()
+    return found
+
+
 @pytest.mark.parametrize(
     ("model", "prefill", "decode"),
     [
@@ -70,10 +76,10 @@ def sides(model, prefill, decode):
 )
 @pytest.mark.parametrize(("num_tokens", "prefix", "chunk_pages"), [(130, 0, 3), (131, 37, 1000), (17, 0, 1), (1, 0, 1)])
 def test_every_rank_gets_what_it_holds_and_nothing_else(model, prefill, decode, num_tokens, prefix, chunk_pages):
-    with Fleet(*sides(model, prefill, decode)) as fleet:
-        total = fleet.hand_over(5, num_tokens, prefix=prefix, chunk_pages=chunk_pages, rows=3)
-        fleet.check(5)
-        assert total == fleet.held_bytes(), "each byte once, whoever else holds it"
+    with Cluster(*sides(model, prefill, decode)) as cluster:
+        total, wanted = carry(cluster, num_tokens, prefix=prefix, chunk_pages=chunk_pages, rows=3)
+        assert total == wanted, "each byte once, whoever else holds it"
+        assert cluster.clean() == []
 
 
 def test_a_room_may_be_in_any_dp_group_of_either_side():
@@ -82,20 +88,18 @@ def test_a_room_may_be_in_any_dp_group_of_either_side():
         [layout for dp in range(groups) for layout in layouts_of(GQA, parse_grid(text), 200, dp)]
         for text, groups in grids
     )
-    with Fleet(prefill, decode) as fleet:
+    with Cluster(prefill, decode) as cluster:
         for room, (source, target) in enumerate(itertools.product(range(2), range(3)), 5):
-            pair = fleet.between(source, target)
-            total = pair.hand_over(room, 130, prefix=room)
-            pair.check(room)
-            assert total == pair.held_bytes()
+            total, wanted = carry(cluster, 130, room=room, prefix=room, groups=(source, target))
+            assert total == wanted
 
 
 def test_many_rooms_of_replicas_are_spread_and_right():
-    with Fleet(*sides(MLA, "tp=4,page=16", "tp=1,page=16")) as fleet:
+    with Cluster(*sides(MLA, "tp=4,page=16", "tp=1,page=16")) as cluster:
         for room in range(4, 12):
-            assert fleet.hand_over(room, 20) == fleet.held_bytes()
-            fleet.check(room)
-        sent = [rank.manager.info()["counts"] for rank in fleet.prefill]
+            total, wanted = carry(cluster, 20, room=room)
+            assert total == wanted
+        sent = [rank.manager.info()["counts"] for rank in cluster.prefill]
         assert len(sent) == 4
 
 
@@ -104,60 +108,56 @@ def test_draft_layers_that_only_decode_has_stay_as_they_are():
     with_draft = ModelShape("draft", (Block("kv", (0, 1, 2, 3, 4), KV),))
     (decode,) = layouts_of(with_draft, parse_grid("page=16"), 60)
     tensors = tuple(msgspec.structs.replace(each, optional=each.layers == (4,)) for each in decode.tensors)
-    with Fleet(prefill, [msgspec.structs.replace(decode, tensors=tensors)]) as fleet:
-        fleet.hand_over(5, 50)
-        fleet.check(5)
+    with Cluster(prefill, [msgspec.structs.replace(decode, tensors=tensors)]) as cluster:
+        carry(cluster, 50)
 
 
 def test_draft_layers_that_only_prefill_has_are_not_sent():
     with_draft = ModelShape("draft", (Block("kv", (0, 1, 2, 3, 4), KV),))
-    with Fleet(
+    with Cluster(
         layouts_of(with_draft, parse_grid("pp=2,page=16"), 60), layouts_of(DRAFT, parse_grid("page=8"), 60)
-    ) as f:
-        assert f.hand_over(5, 50) == f.held_bytes()
-        f.check(5)
+    ) as cluster:
+        total, wanted = carry(cluster, 50)
+        assert total == wanted
 
 
 def test_a_group_that_the_rank_is_not_in_is_refused_before_anything_starts():
     """Nobody could say which of several replicas the rank should turn to."""
     ours, theirs = sides(GQA, "tp=2,page=16", "tp=2,page=16")
     with pytest.raises(LayoutError, match="decode group: dp0 pp0 cp0 tp0 is not among its ranks dp0 pp0 cp0 tp1"):
-        Fleet._rank("decode", theirs[0], theirs[1:], {})
-    with Fleet(ours, theirs) as fleet:
-        rank = fleet.decode[0]
+        ClusterRank("decode", theirs[0], theirs[1:], ours, "local", {})
+    with Cluster(ours, theirs) as cluster:
+        rank = cluster.decode[0]
         with pytest.raises(LayoutError, match="is there twice"):
             rank.manager.update_buffers(KVArgs(rank.layout, (), [rank.aux], theirs * 2))
-        assert fleet.hand_over(5, 20) == fleet.held_bytes()
-        fleet.check(5)
+        total, wanted = carry(cluster, 20)
+        assert total == wanted
 
 
 def test_prefill_begins_where_decode_has_enough():
-    with Fleet(*sides(GQA, "tp=2,page=16", "tp=1,page=64")) as fleet:
-        fleet.hand_over(5, 131, prefix=37, first_token=32)
-        fleet.check(5)
+    with Cluster(*sides(GQA, "tp=2,page=16", "tp=1,page=64")) as cluster:
+        carry(cluster, 131, prefix=37, first_token=32)
 
 
 def test_where_both_sides_have_all_already_no_page_is_listed():
     """Also if the last page is not full: prefill begins at token 130, which is the request's end."""
-    with Fleet(*sides(GQA, "tp=2,page=16", "page=64")) as fleet:
-        assert fleet.hand_over(5, 130, prefix=130, first_token=130) == 0
-        fleet.check(5)
+    with Cluster(*sides(GQA, "tp=2,page=16", "page=64")) as cluster:
+        assert carry(cluster, 130, prefix=130, first_token=130)[0] == 0
 
 
 @pytest.mark.parametrize("prefix", [0, 1 * 16, 5 * 16, 9 * 16, 10 * 16])
 def test_the_first_pages_that_decode_has_are_not_touched(prefix):
     """Field note B07: k of ten pages are there already; with all ten only the metadata row travels."""
-    with Fleet(*sides(GQA, "page=16", "page=16")) as fleet:
-        total = fleet.hand_over(5, 160, prefix=prefix)
-        fleet.check(5)
+    with Cluster(*sides(GQA, "page=16", "page=16")) as cluster:
+        total, _ = carry(cluster, 160, prefix=prefix)
         assert total == (160 - prefix) * 5 * 2 * 4 * 3 * 2
 
 
 def test_interleaved_tokens_in_two_chunks_are_all_sent_once():
     """Field note B15: a cached prefix is sent early, the rest later, to four ranks that own token i % 4."""
-    with Fleet(*sides(MLA, "page=32", "dcp=4,page=8")) as fleet:
-        assert fleet.hand_over(5, 131, chunk_pages=3) == fleet.held_bytes()
-        fleet.check(5)
+    with Cluster(*sides(MLA, "page=32", "dcp=4,page=8")) as cluster:
+        total, wanted = carry(cluster, 131, chunk_pages=3)
+        assert total == wanted
 
 
 @pytest.mark.parametrize(("tp", "other"), [(2, 1), (1, 2), (2, 4)])
@@ -165,9 +165,9 @@ def test_state_of_several_groups_is_sharded_group_by_group(tp, other):
     """Field note B12: a state of three groups (6, 6, 10) side by side in one item, each with heads of its own."""
     groups = (Item("q", 3, 2), Item("k", 3, 2), Item("v", 5, 2))
     model = ModelShape("m", (Block("kv", (0,), KV), Block("mamba", (0,), groups, Slot(), per="request")))
-    with Fleet(*sides(model, f"tp={tp}", f"tp={other}")) as fleet:
-        assert fleet.hand_over(5, 20) == fleet.held_bytes()
-        fleet.check(5)
+    with Cluster(*sides(model, f"tp={tp}", f"tp={other}")) as cluster:
+        total, wanted = carry(cluster, 20)
+        assert total == wanted
 
 
 @pytest.mark.parametrize("digest", ["off", "sample"])
@@ -177,14 +177,14 @@ def test_state_of_several_groups_is_sharded_group_by_group(tp, other):
 )
 def test_a_state_list_that_the_sender_lacks_or_cuts_short_fails_the_room_on_both_sides(digest, state, pages, held):
     (source,), (target,) = sides(HYBRID, "page=16", "page=16")
-    with Fleet([source], [target], digest=digest) as fleet:
-        sender = KVSender(fleet.prefill[0].manager, None, 5)
+    with Cluster([source], [target], digest=digest) as cluster:
+        sender = KVSender(cluster.prefill[0].manager, None, 5)
         sender.init(2, num_tokens=30)
         with pytest.raises(InputError, match=r"room 5: state_indices name \['mamba'\] with page 1 of 2"):
             sender.send([0], {"mamba": [1]})
         sender.send([0], {"mamba": [], "swa": []})  # says nothing of them
         sender.send([1], state)
-        receiver = KVReceiver(fleet.decode[0].manager, None, 5, peers=[fleet.prefill[0].manager.endpoint])
+        receiver = KVReceiver(cluster.decode[0].manager, None, 5, peers=[cluster.prefill[0].manager.endpoint])
         receiver.init()
         receiver.send_metadata([0, 1], state_indices={"swa": [0, 1], "mamba": [0]}, num_tokens=30)
         for room in (sender, receiver):
@@ -201,21 +201,21 @@ def test_any_tensor_parallel_sizes_below_and_above_the_heads(heads):
     model = attention("m", layers=2, kv_heads=heads, head_dim=3)
     for prefill in (1, 2, 4, 8):
         for decode in (1, 2, 4, 8):
-            with Fleet(*sides(model, f"tp={prefill}", f"tp={decode},order=hnd")) as fleet:
-                assert fleet.hand_over(5, 33) == fleet.held_bytes(), (prefill, decode)
-                fleet.check(5)
+            with Cluster(*sides(model, f"tp={prefill}", f"tp={decode},order=hnd")) as cluster:
+                total, wanted = carry(cluster, 33)
+                assert total == wanted, (prefill, decode)
 
 
 def test_of_a_window_only_the_pages_that_are_kept_are_listed():
     """A list of all pages would be read as one of the last ones: it is refused, on both sides."""
     (ours,), (theirs,) = sides(SLIDING, "page=16", "page=16")
-    with Fleet([ours], [theirs]) as fleet:
-        sender = KVSender(fleet.prefill[0].manager, None, 5)
+    with Cluster([ours], [theirs]) as cluster:
+        sender = KVSender(cluster.prefill[0].manager, None, 5)
         with pytest.raises(InputError, match=r"tokens 0 to 130 need 3 pages of 16 tokens, .*Window.*, 9 were given"):
             sender.init(9, num_tokens=130)
         with pytest.raises(InputError, match=r"num_tokens is needed, .*'kv'.*Window\(tokens=33\)"):
             sender.init(3)
-        receiver = KVReceiver(fleet.decode[0].manager, None, 5, peers=[fleet.prefill[0].manager.endpoint])
+        receiver = KVReceiver(cluster.decode[0].manager, None, 5, peers=[cluster.prefill[0].manager.endpoint])
         receiver.init()
         with pytest.raises(InputError, match=r"need 3 pages of 16 tokens, .*Window.*, 9 were given"):
             receiver.send_metadata(range(9), num_tokens=130)
@@ -226,10 +226,10 @@ def test_of_a_window_only_the_pages_that_are_kept_are_listed():
 def test_the_list_of_a_rank_with_a_share_of_the_tokens_is_counted():
     """Token i lies at rank i % 2: 20 of 40 tokens are 3 pages of 8."""
     ours, theirs = sides(MLA, "dcp=2,page=8", "dcp=2,page=8")
-    with Fleet(ours[:1], theirs[:1]) as fleet:
+    with Cluster(ours[:1], theirs[:1]) as cluster:
         words = r"tokens 0 to 40 need 3 pages of 8 tokens, .*Cyclic.*, 2 were given"
-        sender = KVSender(fleet.prefill[0].manager, None, 5)
-        receiver = KVReceiver(fleet.decode[0].manager, None, 5, peers=[fleet.prefill[0].manager.endpoint])
+        sender = KVSender(cluster.prefill[0].manager, None, 5)
+        receiver = KVReceiver(cluster.decode[0].manager, None, 5, peers=[cluster.prefill[0].manager.endpoint])
         receiver.init()
         with pytest.raises(InputError, match=words):
             sender.init(2, num_tokens=40)
@@ -240,25 +240,24 @@ def test_the_list_of_a_rank_with_a_share_of_the_tokens_is_counted():
 def test_rows_in_the_main_space_are_refused():
     rows = ModelShape("m", (Block("kv", (0,), (Item("row", 2),), Rows()),))
     with pytest.raises(LayoutError, match="space 'kv' has coverage Rows"):
-        Fleet._rank("decode", layouts_of(rows, parse_grid(""), 8)[0], (), {})
+        ClusterRank("decode", layouts_of(rows, parse_grid(""), 8)[0], (), (), "local", {})
 
 
 def test_a_prefill_rank_that_is_named_twice_is_one():
-    with Fleet(*sides(GQA, "tp=2,page=16", "page=16")) as fleet:
+    with Cluster(*sides(GQA, "tp=2,page=16", "page=16")) as cluster:
         for room, name in ((5, "127.0.0.1"), (6, "localhost")):
-            first = fleet.prefill[0].manager
+            first = cluster.prefill[0].manager
             more = [f"{name}:{first.endpoint.rpartition(':')[2]}"]
-            assert fleet.hand_over(room, 40, more=more) == fleet.held_bytes()
-            fleet.check(room)
+            total, wanted = carry(cluster, 40, more=more, room=room)
+            assert total == wanted
 
 
 def test_a_rank_that_holds_no_token_of_a_short_request_is_no_obstacle():
     (sources, (whole,)) = sides(GQA, "cp=4,deal=contiguous,page=16", "page=16")
     assert isinstance(sources[3].spaces[0].deal, Ranges)
-    with Fleet(sources, [whole]) as fleet:
+    with Cluster(sources, [whole]) as cluster:
         for room, num_tokens in ((5, 1), (6, 16), (7, 17), (8, 49)):
-            fleet.hand_over(room, num_tokens)
-            fleet.check(room)
+            carry(cluster, num_tokens, room=room)
 
 
 def test_what_lies_between_items_is_not_touched():
@@ -273,7 +272,6 @@ def test_what_lies_between_items_is_not_touched():
             tensors.append(msgspec.structs.replace(tensor, strides_bytes=strides, nbytes=nbytes, address=at))
             at += nbytes
         padded.append(msgspec.structs.replace(layout, tensors=tuple(tensors)))
-    with Fleet([padded[0]], [padded[1]]) as fleet:
-        fleet.hand_over(5, 100)
-        fleet.check(5)
-        assert np.count_nonzero(fleet.decode[0].memory.buffer == 0xEE) > 40 * 64
+    with Cluster([padded[0]], [padded[1]]) as cluster:
+        carry(cluster, 100)
+        assert np.count_nonzero(cluster.decode[0].memory.buffer == 0xEE) > 40 * 64

@@ -220,7 +220,8 @@ class Node:
                  "refused": str(conn.reason) if conn.reason else ""}
                 for conn in list(self.conns.by_link.values())
             ],
-            "rooms": dict(states), "counts": counts, "health": self.health(),
+            "rooms": dict(states), "unsettled": self._unsettled(), "grants": len(self.grants), "counts": counts,
+            "health": self.health(),
         }  # fmt: skip
 
     def engine_info(self) -> dict[str, Any]:

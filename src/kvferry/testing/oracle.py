@@ -143,6 +143,12 @@ class Memory:
                 at = address - self.buffer.ctypes.data
                 self.expected[at : at + nbytes] = np.frombuffer(pattern(key, nbytes), np.uint8)
 
+    def accept(self, where: Cells) -> None:
+        """Expect of these elements what they hold now."""
+        for address, nbytes in where.values():
+            at = address - self.buffer.ctypes.data
+            self.expected[at : at + nbytes] = self.buffer[at : at + nbytes]
+
     def differences(self, where: Cells) -> str:
         """Say which bytes are not as expected; "" if all are, guards and foreign pages included."""
         wrong = np.flatnonzero(self.buffer != self.expected)

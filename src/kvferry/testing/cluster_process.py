@@ -1,0 +1,160 @@
+"""A rank of a test cluster in a process of its own, told what to do by JSON lines; a test may stop and kill it.
+
+Run as `python -m kvferry.testing.cluster_process`; the first line says which rank it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.engines import find
+from kvferry.layout import Layout
+from kvferry.testing.cluster_rank import ClusterRank, HandOff
+
+ANSWER_S = 60.0
+CALLS = {
+    "begin", "send", "poll", "wait", "failure", "abort", "landed_bytes", "wanted_bytes", "clear", "differences",
+    "aux_row", "leftovers",
+}  # fmt: skip
+"""What ClusterRank has and this passes on."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What a process is started with: the arguments of ClusterRank, and engines that the parent has registered."""
+
+    side: str
+    layout: Layout
+    group: tuple[Layout, ...]
+    others: tuple[Layout, ...]
+    engine: str
+    settings: dict[str, Any]
+    registered: dict[str, str]
+
+
+class RankProcess:
+    """The handle of a rank's process: the calls of ClusterRank, and `stop`, `go_on`, `kill`.
+
+    Attributes:
+        endpoint: its control plane, "tcp://host:port".
+        layout: what it holds, not bound.
+    """
+
+    def __init__(
+        self, side: str, layout: Layout, group: Sequence[Layout], others: Sequence[Layout], engine: str,
+        settings: dict[str, Any],
+    ) -> None:  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(  # noqa: S603 - the command is ours
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        self.layout = layout
+        registered = {name: info.target for name, info in find.known().items() if info.origin == "registered"}
+        start = Start(side, layout, tuple(group), tuple(others), engine, settings, registered)
+        try:
+            self.endpoint: str = self._ask(msgspec.json.encode(start))
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        """The calls of ClusterRank, made there; they raise here what they raise there."""
+        if call not in CALLS:
+            raise AttributeError(call)
+        return lambda *args, **named: self._ask(msgspec.json.encode([call, args, named]))
+
+    def health(self) -> str:
+        """What is wrong with its threads; "" if nothing is; a process that has ended says so."""
+        if (code := self._process.poll()) is not None:
+            return f"the process has ended with {code}"
+        return str(self._ask(msgspec.json.encode(["health", (), {}])))
+
+    def stop(self) -> None:
+        """SIGSTOP it, and wait until it has stopped."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        """SIGCONT it."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL it. May be called twice."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+
+    def close(self) -> None:
+        """Let it shut its manager down and end; kill it if it does not."""
+        if self._process.poll() is None and self._process.stdin is not None:
+            self._process.stdin.close()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self.kill()
+
+    def _ask(self, line: bytes) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + b"\n")
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
+            raise TimeoutError(f"rank process {self.pid} said nothing for {ANSWER_S:.0f} s")
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise EOFError(f"rank process {self.pid} ended with {self._process.wait()}")
+        value, error = msgspec.json.decode(answer)
+        if error:
+            raise RuntimeError(f"rank process {self.pid}: {error}")
+        return value
+
+
+def _answer(action: Callable[[], Any]) -> None:
+    value, error = None, ""
+    try:
+        value = action()
+    except Exception as caught:  # noqa: BLE001 - it is raised again at the other end
+        error = f"{type(caught).__name__}: {caught}"
+    sys.stdout.buffer.write(msgspec.json.encode([value, error]) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _main() -> None:
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    for name, target in start.registered.items():
+        find.register(name, target)
+    ranks: list[ClusterRank] = []
+
+    def begin() -> str:
+        made = ClusterRank(start.side, start.layout, start.group, start.others, start.engine, start.settings)
+        ranks.append(made)
+        return made.endpoint
+
+    _answer(begin)
+    for line in sys.stdin.buffer if ranks else ():
+        call, args, named = msgspec.json.decode(line)
+        if call == "begin":
+            args[0] = msgspec.convert(args[0], HandOff)
+        _answer(functools.partial(getattr(ranks[0], call), *args, **named))
+    for rank in ranks:
+        rank.close()
+
+
+if __name__ == "__main__":
+    _main()
