@@ -29,6 +29,14 @@ def test_the_readme_shows_the_examples_as_they_are():
         assert text[text.index("Manager = ") :].strip() in readme, f"README.md shows another {name}"
 
 
+def test_the_page_on_testing_shows_tests_that_pass():
+    text = (EXAMPLES / "test_integration.py").read_text()
+    assert text[text.index("MODEL = ") :].strip() in (EXAMPLES.parent / "docs/testing.md").read_text()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", EXAMPLES / "test_integration.py"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert "2 passed" in done.stdout, done.stdout
+
+
 def test_an_engine_of_its_own_hands_kv_cache_and_state_over_between_two_grids():
     script = [sys.executable, EXAMPLES / "own_engine.py"]
     prefill = subprocess.Popen([*script, "prefill", "tp=2,cp=2,deal=zigzag"], stdout=subprocess.PIPE, text=True)

@@ -189,6 +189,13 @@ class _Child:
         """Blocks in the prefix cache."""
         return sum(block.block_hash is not None for block in self.core.scheduler.kv_cache_manager.block_pool.blocks)
 
+    def kv_cache(self) -> list[list[float]]:
+        """By layer, all values in the blocks of the prefix cache, in the order of their numbers."""
+        blocks = self.core.scheduler.kv_cache_manager.block_pool.blocks
+        numbers = [number for number, block in enumerate(blocks) if block.block_hash is not None]
+        runner = self.core.model_executor.driver_worker.worker.model_runner
+        return [cache[numbers].float().flatten().tolist() for cache in runner.kv_caches]
+
     def warnings(self) -> list[str]:
         """What the connector has logged since the last call."""
         found, self.warnings_seen.texts = self.warnings_seen.texts, []

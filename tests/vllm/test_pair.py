@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 BLOCK = 32
@@ -101,6 +102,24 @@ def test_tensor_parallel_sizes_may_differ(alone, prefill, decode, start, prompt,
     sender.until("requests", 0)
     assert receiver.call("warnings") == sender.call("warnings") == []
     two.close()
+
+
+def test_the_cache_of_two_bfloat16_ranks_is_that_of_one_up_to_rounding(start, prompt):
+    """Two ranks add up in another order, so a near tie may give another token: what came is compared itself."""
+    two = start(
+        "kv_producer", dtype="bfloat16", tensor_parallel_size=2, distributed_executor_backend="mp",
+    )  # fmt: skip
+    receiver, one = start("kv_consumer", dtype="bfloat16"), start(None, dtype="bfloat16")
+    tokens = prompt(200)
+    receiver.generate(tokens, 1, two.prefill(tokens))
+    one.generate(tokens, 1)
+    assert len(receiver.call("loads")) == 1
+    for got, own in zip(*(np.array(engine.call("kv_cache")) for engine in (receiver, one)), strict=True):
+        assert len(own) == 6 * 2 * 32 * 64
+        assert np.corrcoef(got, own)[0, 1] > 0.999
+        assert np.corrcoef(got, own.reshape(6, 2, -1)[:, ::-1].ravel())[0, 1] < 0.5, "heads exchanged would be seen"
+    for engine in (two, receiver, one):
+        engine.close()
 
 
 def test_a_load_that_fails_on_both_ranks_is_computed(alone, prefill, start, prompt):
