@@ -5,8 +5,9 @@ ticket whether its bytes have landed. No rule of the room protocol lives below t
 calls session, agent, engine key or memory descriptor stays inside `describe` and `attach`.
 
 All calls are made by one thread, the node's mover (with caps ANY_THREAD by one at a time); an engine may have threads
-of its own. Two peers never share a ticket. What each outcome proves is the subject of ADR 0004 and is shown for each
-engine by the engine suite.
+of its own. They are made by the process that opened the engine: in a forked child they are best refused with
+`ForkError` (`close` then does nothing), and in no case disturb the parent. Two peers never share a ticket. What each
+outcome proves is the subject of ADR 0004 and is shown for each engine by the engine suite.
 """
 
 from __future__ import annotations

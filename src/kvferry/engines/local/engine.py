@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import resource
 import secrets
 import selectors
@@ -31,7 +32,7 @@ from kvferry.engines.local.target import Target
 from kvferry.engines.local.tcp_link import TcpLink
 from kvferry.engines.local.waker import Waker
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
-from kvferry.errors import EngineError, EngineUnavailable, KvferryError, WireError
+from kvferry.errors import EngineError, EngineUnavailable, ForkError, KvferryError, WireError
 from kvferry.ids import PeerId
 from kvferry.plan.batch import Batch, Limits
 
@@ -69,6 +70,7 @@ class LocalEngine:
         self._fences: dict[Ticket, tuple[PeerId, int | None]] = {}
         self._done: list[Done] = []
         self._target: Target | None = None
+        self._pid = 0
         self._stepped_at = 0.0
 
     def open(self, config: EngineConfig) -> None:
@@ -89,6 +91,7 @@ class LocalEngine:
         self._sending = Lanes("kvferry-local-send", self._connections)
         self.caps = _caps_of(self._mechanism)
         self._me = config.me
+        self._pid = os.getpid()
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._advertise_host = config.advertise_host
         try:
@@ -170,6 +173,7 @@ class LocalEngine:
 
     def submit(self, peer: PeerId, batch: Batch) -> Ticket:
         """Begin to write a batch; unless it goes by TCP it is written when this returns."""
+        self._opened()
         ticket = next(self._tickets)
         attachment = self._attachments.get(peer)
         reason = why_not(batch, self._sources, self.limits)
@@ -214,12 +218,13 @@ class LocalEngine:
 
     def detach(self, peer: PeerId) -> None:
         """Forget a peer in both directions; it is told to stop, and on record until that is proven."""
+        target = self._opened()
         self._drop_attachment(peer)
-        self._opened().detach(peer)
+        target.detach(peer)
 
     def close(self) -> None:
-        """Stop; ends threads and sockets. May be called twice."""
-        if self._target is None:
+        """Stop; ends threads and sockets. May be called twice; does nothing in a forked child."""
+        if self._target is None or self._pid != os.getpid():
             return
         for peer in list(self._attachments):
             self._drop_attachment(peer)
@@ -257,6 +262,12 @@ class LocalEngine:
     def _opened(self) -> Target:
         if self._target is None:
             raise EngineError("the local engine is not open", hint="call open() first, and nothing after close()")
+        # a child has the sockets and the epoll descriptor, but no thread: what it does there its parent's peers see
+        if self._pid != os.getpid():
+            raise ForkError(
+                f"this local engine was opened in process {self._pid} and used in its fork {os.getpid()}",
+                hint="open an engine after the fork, in each process its own",
+            )
         return self._target
 
     def _tries(self, peer: PeerId, blob: Blob) -> Tries:

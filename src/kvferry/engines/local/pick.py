@@ -69,7 +69,9 @@ class Attachment:
         """Hand over a batch that was checked; refused unless READY."""
         link = self.link
         if link is None or self.state is not State.READY:
-            self.done.append(Done(ticket, Outcome.FAILED_QUIET, f"the peer is not attached: {self.explain()}"))
+            self.done.append(
+                Done(ticket, Outcome.FAILED_QUIET, f"the peer is not attached: {self.explain()}", "not attached")
+            )
             return
         link.submit(ticket, batch)
         self._collect()
@@ -77,7 +79,7 @@ class Attachment:
     def close(self) -> None:
         """End the attachment; open tickets end, an attach that is under way fails."""
         if self.state is State.OPENING:
-            self.done.append(Done(self._ticket, Outcome.FAILED_QUIET, "detached before the peer answered"))
+            self.done.append(Done(self._ticket, Outcome.FAILED_QUIET, "detached before the peer answered", "detached"))
         self._unwatch()
         if self.link is not None:
             self.link.close()
@@ -99,7 +101,9 @@ class Attachment:
                 continue
             self._watch()
             return
-        self.done.append(Done(self._ticket, Outcome.FAILED_QUIET, f"can't attach: {'; '.join(self._reasons)}"))
+        self.done.append(
+            Done(self._ticket, Outcome.FAILED_QUIET, f"can't attach: {'; '.join(self._reasons)}", "not attached")
+        )
 
     def _opened(self, link: Link) -> None:
         if link.state is State.READY:
