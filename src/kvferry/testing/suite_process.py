@@ -1,6 +1,7 @@
 """A second process with an engine of its own, told what to do by JSON lines; the suite kills and stops it.
 
-Run as `python -m kvferry.testing.suite_process ENGINE OPTIONS_JSON INCARNATION POOL_BYTES MEMORY`.
+Run as `python -m kvferry.testing.suite_process ENGINE OPTIONS_JSON INCARNATION POOL_BYTES MEMORY`, where ENGINE is a
+name, or "name=module:Class" for one that was registered by the first process.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
-from kvferry.engines.seam import Batch, Done, EngineConfig, Region, Ticket
+from kvferry.engines.seam import Batch, Done, EngineConfig, Ticket
 from kvferry.ids import PeerId
-from kvferry.testing.suite_memory import PLAIN, new_pool
+from kvferry.testing.suite_memory import PLAIN, address_of, new_pool, region_of
 
 _IDLE_POLL_S = 0.002
-_ANSWER_S = 20.0
+_ANSWER_S = 60.0
+_MEANWHILE_S = 0.002
+_NOWHERE = 1 << 16
+"""An address below everything that the kernel maps for a program."""
 
 Command = dict[str, Any]
 
@@ -34,7 +40,11 @@ class EngineProcess:
         peer: its identity.
         blob: what its engine describes.
         address: where its pool of nbytes bytes lies, in its own address space.
+        nowhere: an address of its own at which no memory is mapped.
+        meanwhile: called again and again while an answer is waited for, for engines whose target has to poll.
     """
+
+    nowhere = _NOWHERE
 
     def __init__(
         self,
@@ -62,6 +72,7 @@ class EngineProcess:
         )
         self._is_stopped = False
         self._buffered = b""
+        self.meanwhile: Callable[[], object] | None = None
         self.peer = PeerId(incarnation)
         self.nbytes = nbytes
         hello = self._read()
@@ -69,7 +80,7 @@ class EngineProcess:
         self.address = int(hello["address"])
 
     def do(self, what: str, **arguments: object) -> Command:
-        """Send one command and wait for its answer, at most 20 s."""
+        """Send one command and wait for its answer, at most 60 s."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
@@ -103,18 +114,25 @@ class EngineProcess:
                 pipe.close()
 
     def _read(self) -> Command:
+        until = time.monotonic() + _ANSWER_S
+        while b"\n" not in self._buffered:
+            if time.monotonic() > until:
+                raise TimeoutError(f"the engine process said nothing for {_ANSWER_S:.0f} s")
+            self._read_some()
+        line, _, self._buffered = self._buffered.partition(b"\n")
+        answer: Command = json.loads(line)
+        return answer
+
+    def _read_some(self) -> None:
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
-        while b"\n" not in self._buffered:
-            if not select.select([fd], [], [], _ANSWER_S)[0]:
-                raise TimeoutError(f"the engine process said nothing for {_ANSWER_S:.0f} s")
+        if self.meanwhile is not None:
+            self.meanwhile()
+        if select.select([fd], [], [], _ANSWER_S if self.meanwhile is None else _MEANWHILE_S)[0]:
             raw = os.read(fd, 1 << 20)
             if not raw:
                 raise EOFError(f"the engine process ended with {self._process.wait()}")
             self._buffered += raw
-        line, _, self._buffered = self._buffered.partition(b"\n")
-        answer: Command = json.loads(line)
-        return answer
 
 
 class _Worker:
@@ -124,15 +142,15 @@ class _Worker:
         self.pool = new_pool(memory, nbytes)
         self.pool[:] = 0xEE
         self.grants = GrantTable()
-        self.engine = find.load(engine)
+        self.engine = find.load(_registered(engine))
         self.engine.open(EngineConfig(me, self.grants, options=options))
-        self.engine.register([Region(self.pool.ctypes.data, nbytes)])
+        self.engine.register([region_of(self.pool)])
         self._flooding: Command | None = None
         self._rounds = 0
 
     def run(self) -> None:
         """Answer commands until the other end closes."""
-        _say({"blob": self.engine.describe().hex(), "address": self.pool.ctypes.data})
+        _say({"blob": self.engine.describe().hex(), "address": address_of(self.pool)})
         while True:
             if select.select([sys.stdin], [], [], 0)[0]:
                 line = sys.stdin.readline()
@@ -150,7 +168,7 @@ class _Worker:
         return self._settled(self.engine.attach(PeerId(*command["peer"]), bytes.fromhex(command["blob"])))
 
     def on_grant(self, command: Command) -> Command:
-        start = self.pool.ctypes.data
+        start = address_of(self.pool)
         self.grants.add(PeerId(*command["peer"]), command["claim"], [start], [start + self.pool.nbytes])
         return {}
 
@@ -181,19 +199,28 @@ class _Worker:
 
     def _submit(self, command: Command) -> Ticket:
         nbytes = np.array([self.pool.nbytes], np.uint64)
-        src = np.array([self.pool.ctypes.data], np.uint64)
+        src = np.array([address_of(self.pool)], np.uint64)
         dst = np.array([command["dst"]], np.uint64)
         return self.engine.submit(PeerId(*command["peer"]), Batch(src, dst, nbytes, self.pool.nbytes, command["claim"]))
 
     def _settle(self, ticket: Ticket) -> Done:
-        while True:
+        until = time.monotonic() + _ANSWER_S
+        while time.monotonic() < until:
             for done in self.engine.poll(0.1):
                 if done.ticket == ticket:
                     return done
+        raise TimeoutError(f"ticket {ticket} has not ended within {_ANSWER_S:.0f} s")
 
     def _settled(self, ticket: Ticket) -> Command:
         done = self._settle(ticket)
         return {"outcome": done.outcome.value, "cause": done.cause, "native": done.native}
+
+
+def _registered(engine: str) -> str:
+    name, _, target = engine.partition("=")
+    if target:
+        find.register(name, target)
+    return name
 
 
 def _say(answer: Command) -> None:

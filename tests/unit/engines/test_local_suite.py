@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 
 from kvferry.engines.local import outbox, tcp_link
-from kvferry.testing.suite import EngineSuite
+from kvferry.testing import EngineSuite
 
 
 class TestCrossMemoryAttach(EngineSuite):
@@ -29,7 +29,8 @@ class TestTcpOverSeveralConnections(EngineSuite):
 
     engine_name = "local"
     options: ClassVar = {"mechanism": "tcp", "tcp_connections": "4"}
-    cycles = 5
+    cycles = 10
+    examples = 5
 
     @pytest.fixture(autouse=True)
     def eager(self, monkeypatch):
@@ -40,8 +41,10 @@ class TestTcpOverSeveralConnections(EngineSuite):
 class TestWhicheverIsBest(EngineSuite):
     engine_name = "local"
     options: ClassVar = {"mechanism": "auto"}
+    cycles = 50
 
 
 class TestWhicheverIsBestIntoSharedPools(TestWhicheverIsBest):
-    cycles = 5
+    cycles = 10
+    examples = 5
     memory = "kvferry.testing.suite_memory:memfd"
