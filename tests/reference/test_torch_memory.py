@@ -38,3 +38,25 @@ def test_a_tensor_that_is_not_contiguous_is_refused():
 
     with pytest.raises(ConfigError, match="not contiguous"):
         block_of(torch.zeros(8, 8).t(), "buffer 0")
+
+
+@pytest.mark.reference
+def test_the_engine_suites_pools_on_a_device_behave_like_arrays():
+    import numpy as np
+    import torch
+
+    from kvferry.testing.suite_cuda import DevicePool
+    from kvferry.testing.suite_memory import address_of, device_of
+
+    tensor = torch.zeros(100, dtype=torch.uint8)
+    pool = DevicePool(tensor, lambda: None)
+    pool[:] = 0xEE
+    pool[10:13] = np.array([1, 2, 3], np.uint8)
+    assert (pool[10], len(pool), device_of(pool)) == (1, 100, -1)
+    assert pool[9:14].tolist() == tensor[9:14].tolist() == [0xEE, 1, 2, 3, 0xEE]
+    assert address_of(pool) == tensor.data_ptr()
+    kept = pool.copy()
+    pool[:] = 0
+    assert (kept == 0xEE).sum() == 97
+    assert (pool == 0).all()
+    assert not np.asarray(pool).any()

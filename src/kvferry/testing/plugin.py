@@ -57,15 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _choose(required: list[str], memory: str | None) -> None:
-    from kvferry.engines import find
     from kvferry.testing import settings
     from kvferry.testing.suite_memory import KINDS, refusal_of
 
-    names = frozenset(find.canonical(name) for name in required)
     refusal = refusal_of(KINDS[memory]) if memory else ""
     if refusal:
         raise pytest.UsageError(f"--kvferry-memory {memory}: {refusal}")
-    settings.current = settings.Settings(names, KINDS[memory] if memory else "")
+    settings.current = settings.Settings(frozenset(map(str.casefold, required)), KINDS[memory] if memory else "")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -74,6 +72,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         from kvferry.testing import settings
 
         settings.current = settings.Settings()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let -k choose tests of the suite by the name of their group."""
+    for item in items:
+        if hasattr(getattr(item, "cls", None), "name_in_matrix"):
+            item.extra_keyword_matches.add(_group_of(item))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,7 +10,7 @@ class Settings:
     """One run's choices.
 
     Attributes:
-        required: names of engines whose absence is a failure instead of a skip.
+        required: names of engines, in lower case, whose absence is a failure instead of a skip.
         memory: provider "module:function" for suites that don't name one; "" leaves it to them.
     """
 

@@ -119,7 +119,7 @@ class SuiteBase:
         except HostMemoryOnly as error:
             pytest.skip(str(error))
         except EngineUnavailable as error:
-            if find.canonical(self.engine_name) in settings.current.required:
+            if self.engine_name.casefold() in settings.current.required:
                 pytest.fail(f"required, but not available: {error}", pytrace=False)
             pytest.skip(str(error))
 

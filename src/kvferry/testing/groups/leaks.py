@@ -23,6 +23,8 @@ _POOL = 64 << 10
 _WARM_UPS = 8
 """Attachments after which an engine has all the threads that it keeps for its peers."""
 _LEAK_BYTES = 4096
+SETTLE_S = 10.0
+"""How long what is left behind may take to go."""
 _NOISE_BYTES = 1 << 20
 """What an interpreter's memory goes up and down by without any leak."""
 
@@ -121,9 +123,9 @@ def slope_of(resident: list[int]) -> float:
     return float(np.median(kept[half:]) - np.median(kept[:half])) / half
 
 
-def _settled(measure: Callable[[], tuple[int, int]], limit_s: float = 10.0) -> tuple[int, int]:
+def _settled(measure: Callable[[], tuple[int, int]]) -> tuple[int, int]:
     """What is measured once it has not changed for 0.3 s: what ends a moment later is no part of the baseline."""
-    until, last, since = time.monotonic() + limit_s, measure(), time.monotonic()
+    until, last, since = time.monotonic() + SETTLE_S, measure(), time.monotonic()
     while time.monotonic() < min(until, since + 0.3):
         time.sleep(0.02)
         now = measure()
@@ -132,7 +134,7 @@ def _settled(measure: Callable[[], tuple[int, int]], limit_s: float = 10.0) -> t
     return last
 
 
-def _wait_for(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
-    until = time.monotonic() + limit_s
+def _wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + SETTLE_S
     while not condition() and time.monotonic() < until:
         time.sleep(0.01)
