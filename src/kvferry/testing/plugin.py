@@ -1,6 +1,6 @@
 """The pytest plug-in of the engine suite: what must be there, which memory, and the matrix of what was shown.
 
-pytest --kvferry-require local --kvferry-memory memfd --kvferry-matrix matrix.json
+pytest --kvferry-require=local --kvferry-memory=memfd --kvferry-matrix=matrix.json
 
 pytest imports this module in every run where kvferry is installed, so it imports nothing but pytest, and does nothing
 to tests that are not of the engine suite.

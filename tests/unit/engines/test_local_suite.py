@@ -41,7 +41,7 @@ class TestTcpOverSeveralConnections(EngineSuite):
 class TestWhicheverIsBest(EngineSuite):
     engine_name = "local"
     options: ClassVar = {"mechanism": "auto"}
-    cycles = 50
+    cycles = 20
 
 
 class TestWhicheverIsBestIntoSharedPools(TestWhicheverIsBest):

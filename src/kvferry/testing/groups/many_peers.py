@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import numpy as np
 
-from kvferry.engines.seam import Outcome, Ticket
+from kvferry.engines.seam import Caps, Outcome, Ticket
 from kvferry.testing.suite_base import SuiteBase
 from kvferry.testing.suite_pair import GUARD, SETTLE_S, End, batch_between
 
@@ -96,6 +97,17 @@ class ManyPeers(SuiteBase):
         for end, value in ((here, 2), (there, 1)):
             assert (end.pool[written] == value).all()
             assert (end.pool[written.stop :] == GUARD).all()
+
+    def test_any_thread_may_make_the_calls_where_the_engine_says_so(self) -> None:
+        """One at a time: attached here, submitted in one thread, polled in another."""
+        self.needs(Caps.ANY_THREAD, "one thread makes all calls")
+        assert self.pair.attach().outcome is Outcome.LANDED
+        with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+            for at in range(0, _EACH * _SIZE, _SIZE):
+                ticket = one.submit(self.pair.submit, self.pair.batch([at], [at], [_SIZE])).result()
+                done = other.submit(self.pair.settle, ticket).result()
+                assert done.outcome is Outcome.LANDED, done
+        assert np.array_equal(self.pair.target.pool[: _EACH * _SIZE], self.pair.writer.pool[: _EACH * _SIZE])
 
     def _attach_all(self, writer: End, targets: list[End]) -> None:
         for target in targets:
