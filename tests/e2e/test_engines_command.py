@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.cli import engines as view
 from kvferry.cli.main import main
-from kvferry.engines import find
+from kvferry.engines import child, find
 from kvferry.engines.findings import Finding
 from kvferry.engines.local import LocalEngine, tryout
 
@@ -139,18 +139,18 @@ def test_a_child_that_does_not_start_is_a_reason(monkeypatch):
 
 
 def test_a_child_that_hangs_is_given_up(monkeypatch):
-    monkeypatch.setattr(tryout, "ANSWER_S", 0.05)
+    monkeypatch.setattr(child, "ANSWER_S", 0.05)
     assert "said nothing" in tryout.tryout()[0].text
 
 
 def test_bytes_that_do_not_arrive_are_found(monkeypatch):
-    hear = tryout._Child.hear
+    hear = child.Child.hear
 
-    def spoilt(child):
-        answer = hear(child)
+    def spoilt(process):
+        answer = hear(process)
         return {"bytes": "00"} if "bytes" in answer else answer
 
-    monkeypatch.setattr(tryout._Child, "hear", spoilt)
+    monkeypatch.setattr(child.Child, "hear", spoilt)
     assert all("not those that arrived" in finding.text for finding in tryout.tryout()[:3])
 
 

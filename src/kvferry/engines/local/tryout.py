@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import secrets
-import select
-import subprocess
-import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from kvferry.engines.child import Child
 from kvferry.engines.findings import Finding
 from kvferry.engines.local.tryout_child import MECHANISMS, PATTERN_BYTES
 from kvferry.errors import PoolError
 from kvferry.pool import KINDS, allocate_pool
 
-ANSWER_S = 20.0
+_CHILD = "kvferry.engines.local.tryout_child"
 _POOL_BYTES = 4 << 20
 _SCOPES = {
     0: "a process may be traced by others of its user",
@@ -33,56 +28,16 @@ def tryout() -> list[Finding]:
     return [*_mechanisms(), *map(_pages, KINDS), _ptrace_scope(), *_limits()]
 
 
-class _Child:
-    """A process of `tryout_child`; neither an ancestor nor a descendant of the other one, as workers are."""
-
-    def __init__(self, role: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
-            [sys.executable, "-m", "kvferry.engines.local.tryout_child", role],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
-        )  # fmt: skip
-
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def ask(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Say one line and hear one; raises OSError, and TimeoutError, which is one."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(record).encode() + b"\n")
-        self._process.stdin.flush()
-        return self.hear()
-
-    def hear(self) -> dict[str, Any]:
-        """The next line; raises OSError."""
-        assert self._process.stdout is not None
-        # each line is asked for before the next is said, so that none waits in the buffer when this selects
-        if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
-            raise TimeoutError(f"a child process said nothing for {ANSWER_S:.0f} s")
-        line = self._process.stdout.readline()
-        if not line:
-            raise ChildProcessError(f"a child process ended with {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
 def _mechanisms() -> list[Finding]:
     try:
-        with _Child("target") as target, _Child("writer") as writer:
+        with Child(_CHILD, "target") as target, Child(_CHILD, "writer") as writer:
             hello = target.hear()
             return [_tried(mechanism, hello, target, writer) for mechanism in MECHANISMS]
     except (OSError, ValueError) as error:
         return [Finding(mechanism, False, f"it could not be tried: {error}") for mechanism in MECHANISMS]
 
 
-def _tried(mechanism: str, hello: dict[str, Any], target: _Child, writer: _Child) -> Finding:
+def _tried(mechanism: str, hello: dict[str, Any], target: Child, writer: Child) -> Finding:
     if mechanism == "shm" and hello["why_no_memfd"]:
         return Finding(mechanism, False, hello["why_no_memfd"])
     pattern = secrets.token_hex(PATTERN_BYTES)
