@@ -25,12 +25,12 @@ from kvferry.engines.local.link import State
 from kvferry.engines.local.memory_link import MemoryLink
 from kvferry.engines.local.options import parse
 from kvferry.engines.local.pick import Attachment, Tries
-from kvferry.engines.local.rows import why_not
 from kvferry.engines.local.shared_link import SharedLink
 from kvferry.engines.local.syscalls import error_name
 from kvferry.engines.local.target import Target
 from kvferry.engines.local.tcp_link import TcpLink
 from kvferry.engines.local.waker import Waker
+from kvferry.engines.rows import why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
 from kvferry.errors import EngineError, EngineUnavailable, ForkError, KvferryError, WireError
 from kvferry.ids import PeerId
