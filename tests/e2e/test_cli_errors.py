@@ -42,8 +42,8 @@ COMMANDS = {
     "two words too many": ("demo right now", "unexpected arguments 'right', 'now'"),
     "an option without its value": ("demo --engine", "--engine"),
     "an unknown engine": ("demo --engine locl", "'locl' .did you mean 'local'. known: .*local.*; planned: mooncake, m"),
-    "an engine of a later version": ("demo --engine nixl", "no adapter for 'nixl' yet .available: .*local"),
-    "the same in capitals": ("demo --engine NIXL", "no adapter for 'nixl' yet .available: .*local"),
+    "an engine of a later version": ("demo --engine mori", "no adapter for 'mori' yet .available: .*local"),
+    "the same in capitals": ("demo --engine MORI", "no adapter for 'mori' yet .available: .*local"),
     "an empty prompt": ("demo --prompt=", "the prompt is empty"),
     "a blank prompt": ("demo --prompt=\t\t", "the prompt is empty"),
     "a prompt that is too long": (

@@ -35,7 +35,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 _BUILT_IN = (
     EngineInfo("local", "kvferry.engines.local:LocalEngine", "part of kvferry; needs nothing else"),
-    EngineInfo("nixl", "", "the library is https://github.com/ai-dynamo/nixl", "planned"),
+    EngineInfo("nixl", "kvferry.engines.nixl:NixlEngine", "pip install --no-deps nixl-cu12==1.5.1"),
     EngineInfo("mooncake", "", "the library is https://github.com/kvcache-ai/Mooncake", "planned"),
     EngineInfo("mori", "", "the library is https://github.com/ROCm/mori", "planned"),
 )
@@ -152,6 +152,8 @@ def _make(info: EngineInfo, factory: object) -> object:
         raise EngineUnavailable(f"engine {info.name!r}: {info.target} is not a class", hint=info.hint)
     try:
         return factory()
+    except EngineUnavailable:
+        raise  # it says what is missing
     except Exception as error:
         raise EngineUnavailable(
             f"engine {info.name!r} ({info.target}) can't be made: {type(error).__name__}: {error}",

@@ -14,11 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-<<<<<<< HEAD
-from typing import Any
-=======
 from typing import Any, TextIO
->>>>>>> 87135ce (feat(testing): the suite serves a peer whose target has to be polled)
 
 import numpy as np
 
@@ -46,18 +42,11 @@ class EngineProcess:
         peer: its identity.
         blob: what its engine describes.
         address: where its pool of nbytes bytes lies, in its own address space.
-<<<<<<< HEAD
         nowhere: an address of its own at which no memory is mapped.
         meanwhile: called again and again while an answer is waited for, for engines whose target has to poll.
     """
 
     nowhere = _NOWHERE
-=======
-        meanwhile: called again and again while an answer is awaited.
-    """
-
-    meanwhile: Callable[[], object] | None = None
->>>>>>> 87135ce (feat(testing): the suite serves a peer whose target has to be polled)
 
     def __init__(
         self,
@@ -139,26 +128,13 @@ class EngineProcess:
     def _read_some(self) -> None:
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
-<<<<<<< HEAD
         if self.meanwhile is not None:
             self.meanwhile()
         if select.select([fd], [], [], _ANSWER_S if self.meanwhile is None else _MEANWHILE_S)[0]:
-=======
-        while b"\n" not in self._buffered:
-            self._await(fd)
->>>>>>> 87135ce (feat(testing): the suite serves a peer whose target has to be polled)
             raw = os.read(fd, 1 << 20)
             if not raw:
                 raise EOFError(f"the engine process ended with {self._process.wait()}")
             self._buffered += raw
-
-    def _await(self, fd: int) -> None:
-        until = time.monotonic() + _ANSWER_S
-        while not select.select([fd], [], [], _ANSWER_S if self.meanwhile is None else _IDLE_POLL_S)[0]:
-            if time.monotonic() >= until:
-                raise TimeoutError(f"the engine process said nothing for {_ANSWER_S:.0f} s")
-            if self.meanwhile is not None:
-                self.meanwhile()
 
 
 class _Worker:

@@ -54,8 +54,8 @@ def test_the_defaults_are_128_mib_and_pass():
 
 
 def test_an_engine_without_an_adapter_is_said():
-    with pytest.raises(EngineUnavailable, match="no adapter for 'nixl' yet"):
-        check(TransferSpec(engine="nixl"))
+    with pytest.raises(EngineUnavailable, match="no adapter for 'mori' yet"):
+        check(TransferSpec(engine="mori"))
 
 
 def test_a_system_that_does_not_say_what_is_free_is_tried(monkeypatch):

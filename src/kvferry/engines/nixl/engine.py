@@ -1,0 +1,351 @@
+"""The NIXL engine: one agent of the native library, driven from one thread, with deadlines of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.engines.findings import Finding
+from kvferry.engines.nixl import library
+from kvferry.engines.nixl.agent import NONCE_BYTES, Agent, Handle
+from kvferry.engines.nixl.blob import VERSION, Blob, decode, encode
+from kvferry.engines.nixl.flight import Flight
+from kvferry.engines.nixl.memory import Memory, split
+from kvferry.engines.nixl.native import explain
+from kvferry.engines.nixl.options import Options, parse
+from kvferry.engines.nixl.probe import Probe
+from kvferry.engines.rows import why_not
+from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
+from kvferry.errors import EngineError, ForkError, WireError
+from kvferry.ids import PeerId
+from kvferry.plan.batch import Batch, Limits
+
+log = logging.getLogger("kvferry.engines")
+
+_LONGEST_NAP_S = 0.0005
+_NO_FENCE = "peers write this process's memory themselves, and NIXL has no way to stop them or to know that they ended"
+
+
+@dataclass
+class _Remote:
+    """A peer that can be written to: its agent, and what it has registered."""
+
+    name: str
+    memory: Memory
+
+
+class NixlEngine:
+    """Moves batches with NIXL, by default over UCX: RDMA, cross-memory attach, TCP or what else UCX finds.
+
+    Options: `backend` is the NIXL plug-in (UCX); `devices` are the network devices that UCX may use, names with commas
+    between them, or a JSON object with one such text per GPU of which option `gpu` says the one that counts;
+    `ucx_error_handling_mode` ("peer": a lost peer is noticed; "none": it is not, and shared memory may be used) and
+    `num_workers` go to UCX; `param.<name>` goes to any backend under that name, for instance
+    `param.engine_config=TLS=tcp` (UCX's settings without their UCX_). `attach_timeout_s` and `transfer_timeout_s` are
+    the engine's own deadlines, since NIXL has none.
+
+    Capabilities: NEEDS_TARGET_POLL. DEVICE_MEMORY if the backend says so and a CUDA driver is here; that was never run,
+    for lack of a GPU. Neither GRANTS nor FENCE: who is attached is trusted with all registered memory, even after it
+    was deregistered if the pages are still there, and rows that are in a socket's buffer may land after their writer's
+    process has ended.
+
+    What is claimed: LANDED when the library says that a transfer is done; FAILED_QUIET when nothing was posted;
+    FAILED_UNKNOWN for all else, and QUIET when such a transfer is done after all.
+    """
+
+    name = "nixl"
+    limits = Limits(rows=16384, bytes=16 << 20)
+
+    def __init__(self) -> None:
+        """Raises EngineUnavailable when the library is not installed; it is imported by `open`."""
+        library.find()
+        self.caps = Caps.NEEDS_TARGET_POLL
+        self._agent: Agent | None = None
+        self._tickets = itertools.count(1)
+        self._memory = Memory.of(())
+        self._regions: list[tuple[int, int, int]] = []
+        self._remotes: dict[PeerId, _Remote] = {}
+        self._loaded: set[str] = set()
+        self._probes: list[Probe] = []
+        self._flights: list[Flight] = []
+        self._done: list[Done] = []
+        self._troubles = 0
+        self._last_trouble = ""
+
+    # -- the nine calls
+
+    def open(self, config: EngineConfig) -> None:
+        """Import the library and start an agent.
+
+        Raises:
+            ConfigError: an option is unknown or has a value that isn't.
+            EngineUnavailable: the library can't be imported, or the backend can't be created.
+            EngineError: the engine is open already.
+        """
+        if self._agent is not None:
+            raise EngineError("the NIXL engine is open already", hint="make a new one with find.load('nixl')")
+        self._options: Options = parse(config.options)
+        self._library = library.load()
+        self._incarnation = config.me.incarnation
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        name = f"kvferry-{self._incarnation:016x}-{secrets.token_hex(4)}"
+        self._agent = Agent(self._library, name, self._options.backend, self._options.parameters, self._nonce)
+        self._pid = os.getpid()
+        if self._agent.has_device_memory:
+            self.caps |= Caps.DEVICE_MEMORY
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Replace the memory that batches are read from and that peers may write to.
+
+        Raises:
+            EngineError: a region, which it names, can't be registered; then none is.
+        """
+        agent = self._opened()
+        self._memory, self._regions = Memory.of(()), []
+        for number, region in enumerate(regions):
+            if region.address <= 0 or region.nbytes <= 0 or region.address + region.nbytes > 1 << 62:
+                raise EngineError(f"region {number}, {region.nbytes} bytes at {region.address:#x}, is no memory")
+        agent.replace_memory(regions)
+        self._memory = Memory.of(regions)
+        self._regions = [(region.address, region.nbytes, region.device) for region in regions]
+
+    def describe(self) -> bytes:
+        """The blob that peers hand to `attach`.
+
+        Raises:
+            EngineError: it has more than 64 KiB: too many regions are registered.
+        """
+        agent = self._opened()
+        metadata = agent.metadata()
+        return encode(
+            Blob(
+                version=VERSION,
+                incarnation=self._incarnation,
+                name=agent.name,
+                backend=self._options.backend,
+                metadata=metadata,
+                digest=hashlib.sha256(metadata).digest(),
+                page=agent.page,
+                nonce_digest=hashlib.sha256(self._nonce).digest(),
+                regions=self._regions,
+            )
+        )
+
+    def attach(self, peer: PeerId, blob: bytes) -> Ticket:
+        """Begin to connect; LANDED when the peer was read from and written to, else FAILED_QUIET with the reason."""
+        agent = self._opened()
+        ticket = next(self._tickets)
+        self._leave(peer, "attached anew")
+        try:
+            said = decode(blob, peer, self._options.backend)
+            self._load(agent, said)
+        except WireError as error:
+            self._done.append(Done(ticket, Outcome.FAILED_QUIET, str(error), "blob"))
+            return ticket
+        except Exception as error:  # noqa: BLE001 - whatever it raises: this peer can't be attached, nothing else
+            self._done.append(Done(ticket, Outcome.FAILED_QUIET, *explain(error)))
+            return ticket
+        slot = agent.take_slot()
+        if slot is None:
+            self._done.append(Done(ticket, Outcome.FAILED_QUIET, "too many peers are being attached", "refused"))
+            return ticket
+        timeout_s = self._options.attach_timeout_s
+        probe = Probe(peer, ticket, said, slot, time.monotonic() + timeout_s, timeout_s)
+        probe.begin(agent)
+        self._probes.append(probe)
+        return ticket
+
+    def submit(self, peer: PeerId, batch: Batch) -> Ticket:
+        """Begin to write a batch; by cross-memory attach it is written when this returns."""
+        agent = self._opened()
+        ticket = next(self._tickets)
+        remote = self._remotes.get(peer)
+        reason = why_not(batch, self._memory.intervals, self.limits) or _why_not_there(peer, remote, batch)
+        if reason or remote is None:
+            self._done.append(Done(ticket, Outcome.FAILED_QUIET, reason, "refused"))
+        elif not len(batch):
+            self._done.append(Done(ticket, Outcome.LANDED))
+        else:
+            self._write(agent, ticket, remote, batch)
+        return ticket
+
+    def poll(self, budget_s: float) -> list[Done]:
+        """Collect outcomes and serve peers that write here, waiting up to budget_s while none is there."""
+        agent = self._opened()
+        began = time.monotonic()
+        until = began + budget_s
+        while True:
+            self._step(agent)
+            now = time.monotonic()
+            if self._done or now >= until:
+                done, self._done = self._done, []
+                return done
+            # short at first, when an answer is near
+            time.sleep(min((now - began) / 4, _LONGEST_NAP_S, until - now))
+
+    def fence(self, peer: PeerId, claim: int | None = None) -> Ticket:  # noqa: ARG002 - it can prove it for none
+        """Ends FAILED_QUIET at once: there is no proof to be had on the target's side."""
+        ticket = next(self._tickets)
+        self._done.append(Done(ticket, Outcome.FAILED_QUIET, _NO_FENCE, "no fence"))
+        return ticket
+
+    def detach(self, peer: PeerId) -> None:
+        """Forget a peer; batches that are on their way to it end by themselves, and then it is disconnected."""
+        self._opened()
+        self._leave(peer, "detached while it was being attached")
+        self._forget_unused()
+
+    def close(self) -> None:
+        """Stop; ends connections and registrations. May be called twice."""
+        agent, self._agent = self._agent, None
+        if agent is None or self._pid != os.getpid():
+            return
+        for name in self._loaded:
+            agent.forget(name)
+        for probe in self._probes:
+            probe.drop(agent)
+        for flight in self._flights:
+            flight.drop(agent)
+        for left in (self._probes, self._flights, self._done, self._remotes, self._loaded):
+            left.clear()
+        agent.close()
+
+    # -- for people
+
+    def info(self) -> dict[str, object]:
+        """Library, backend and devices, peers, what is on its way, and troubles that concern no single ticket."""
+        agent = self._opened()
+        return {
+            "library": f"{self._library.build} {self._library.version}",
+            "backend": self._options.backend,
+            "parameters": dict(self._options.parameters),
+            "environment": {name: value for name, value in os.environ.items() if name.startswith("UCX_")},
+            "plugins": agent.plugins,
+            "agent": agent.name,
+            "peers": {str(peer): remote.name for peer, remote in list(self._remotes.items())},
+            "attaching": len(self._probes),
+            "in_flight": len(self._flights),
+            "overdue": sum(flight.overdue for flight in list(self._flights)),
+            "troubles": self._troubles,
+            "last_trouble": self._last_trouble,
+        }
+
+    def tryout(self) -> list[Finding]:
+        """See which library is here, and have two processes of this host write from one to the other with it."""
+        from kvferry.engines.nixl.tryout import tryout
+
+        return tryout()
+
+    # -- helpers
+
+    def _opened(self) -> Agent:
+        if self._agent is None:
+            raise EngineError("the NIXL engine is not open", hint="call open() first, and nothing after close()")
+        if self._pid != os.getpid():
+            raise ForkError(
+                f"this NIXL engine was opened in process {self._pid} and used in its fork {os.getpid()}",
+                hint="start worker processes with the spawn method, and open engines after the start",
+            )
+        return self._agent
+
+    def _load(self, agent: Agent, said: Blob) -> None:
+        # what is under way to this agent would never end if it was forgotten; it is loaded over itself then
+        if said.name in self._loaded and said.name not in self._in_use():
+            self._forget(agent, said.name)
+        name = agent.load(said.metadata)
+        self._loaded.add(name)
+        if name != said.name:
+            self._forget_unused()
+            raise WireError(f"the peer's NIXL blob says that its agent is {said.name!r}, its metadata says {name!r}")
+
+    def _in_use(self) -> set[str]:
+        """Agents that something is under way to which an outcome is owed, or a later proof."""
+        return {each.name for each in self._flights} | {probe.name for probe in self._probes if probe.done is None}
+
+    def _forget_unused(self) -> None:
+        if self._agent is None:
+            return
+        wanted = self._in_use() | {remote.name for remote in self._remotes.values()}
+        for name in self._loaded - wanted:
+            self._forget(self._agent, name)
+
+    def _forget(self, agent: Agent, name: str) -> None:
+        self._loaded.discard(name)
+        agent.forget(name)
+        # attempts to attach that were given up: nothing of value can be written by them
+        for probe in [probe for probe in self._probes if probe.name == name]:
+            probe.drop(agent)
+            self._probes.remove(probe)
+
+    def _leave(self, peer: PeerId, cause: str) -> None:
+        self._remotes.pop(peer, None)
+        for probe in self._probes:
+            if probe.peer == peer:
+                probe.give_up(cause)
+
+    def _write(self, agent: Agent, ticket: Ticket, remote: _Remote, batch: Batch) -> None:
+        handles: list[Handle] = []
+        try:
+            for here, there in split(batch, self._memory, remote.memory):
+                handles.append(agent.write(remote.name, here, there))
+        except Exception as error:  # noqa: BLE001 - whatever it raises: nothing was posted
+            for handle in handles:
+                agent.release(handle)
+            self._done.append(Done(ticket, Outcome.FAILED_QUIET, *explain(error)))
+            return
+        timeout_s = self._options.transfer_timeout_s
+        flight = Flight(ticket, remote.name, handles, time.monotonic() + timeout_s, timeout_s)
+        flight.post(agent)
+        self._done += flight.news(time.monotonic())
+        if not flight.over:
+            self._flights.append(flight)
+
+    def _step(self, agent: Agent) -> None:
+        try:
+            agent.progress()
+        except Exception as error:  # noqa: BLE001 - it concerns a peer that writes here, whose own tickets say so
+            self._trouble(error)
+        now = time.monotonic()
+        for flight in self._flights:
+            self._done += flight.look(agent, now)
+        for probe in self._probes:
+            self._advance(agent, probe, now)
+        flights = [flight for flight in self._flights if not flight.over]
+        probes = [probe for probe in self._probes if not probe.over]
+        if len(flights) + len(probes) < len(self._flights) + len(self._probes):
+            self._flights, self._probes = flights, probes
+            self._forget_unused()
+
+    def _advance(self, agent: Agent, probe: Probe, now: float) -> None:
+        probe.step(agent, now)
+        done = probe.take_news()
+        if done is not None:
+            self._done.append(done)
+            if done.outcome is Outcome.LANDED:
+                self._remotes[probe.peer] = _Remote(probe.name, Memory.of(probe.blob.memory()))
+        if probe.over:
+            probe.drop(agent)
+
+    def _trouble(self, error: Exception) -> None:
+        self._troubles += 1
+        self._last_trouble = f"{type(error).__name__}: {error}"
+        if self._troubles & (self._troubles - 1) == 0:
+            log.warning("NIXL raised %d times while it served peers, at last %s", self._troubles, self._last_trouble)
+
+
+def _why_not_there(peer: PeerId, remote: _Remote | None, batch: Batch) -> str:
+    if remote is None:
+        return f"peer {peer} was never attached, is not attached yet, or is detached"
+    row = remote.memory.intervals.first_outside(batch.dst, batch.nbytes)
+    if row is None:
+        return ""
+    return (
+        f"row {row} of {len(batch)}, {int(batch.nbytes[row])} bytes at {int(batch.dst[row]):#x} there, does not lie in "
+        f"one registered region of peer {peer}"
+    )

@@ -1,0 +1,97 @@
+"""The native library: which build of it there is, how it is imported, and what must never be done to it in a fork."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import weakref
+from types import ModuleType
+from typing import NamedTuple
+
+from kvferry.errors import EngineUnavailable
+
+INSTALL = "pip install --no-deps nixl-cu12==1.5.1"
+BUILDS = ("nixl_cu12", "nixl_cu13")
+"""Either works without CUDA. The meta package `nixl` is not asked: importing it may import torch."""
+
+_LIBNL = "libnl-route-3.so.200"
+
+
+class Library(NamedTuple):
+    """An imported build.
+
+    Attributes:
+        build: name of its module.
+        version: of its distribution.
+        api: the module that holds nixl_agent and nixl_agent_config.
+    """
+
+    build: str
+    version: str
+    api: ModuleType
+
+
+def find() -> str:
+    """Name the build that is installed, without importing it.
+
+    Raises:
+        EngineUnavailable: none is.
+    """
+    for build in BUILDS:
+        if importlib.util.find_spec(build) is not None:
+            return build
+    raise EngineUnavailable(f"none of the packages {', '.join(BUILDS)} is installed", hint=INSTALL)
+
+
+def load() -> Library:
+    """Import the build that is installed.
+
+    Raises:
+        EngineUnavailable: none is, or it can't be imported.
+    """
+    build = find()
+    # its logger writes to the standard output, and so does UCX, where commands print their results
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    # the wheel has a copy of libnl of its own; loaded first, it makes a process crash at its end that UCX
+    # afterwards gives the system's copy as well
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(_LIBNL)
+    try:
+        api = importlib.import_module(f"{build}._api")
+    except Exception as error:
+        # whatever foreign code raises while it is imported concerns this engine alone
+        raise EngineUnavailable(f"{build} can't be imported: {type(error).__name__}: {error}", hint=INSTALL) from error
+    return Library(build, version(build), api)
+
+
+def version(build: str) -> str:
+    """Version of an installed build, or "unknown"."""
+    try:
+        return importlib.metadata.version(build.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+_never_freed_in_a_fork: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def keep_in_forks(owner: object) -> None:
+    """Never free, in a forked child, what an object holds.
+
+    UCX closes connections when an agent is freed. A child that did so would change the set of descriptors that it
+    shares with its parent, and UCX ends the parent's process as soon as it notices.
+    """
+    _never_freed_in_a_fork.add(owner)
+
+
+def _forked() -> None:
+    for owner in list(_never_freed_in_a_fork):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+
+
+os.register_at_fork(after_in_child=_forked)

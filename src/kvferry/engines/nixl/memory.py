@@ -1,0 +1,81 @@
+"""Registered memory, of this process or of a peer: the device of each row, and rows as the library takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.engines.intervals import Intervals
+from kvferry.engines.seam import Region
+from kvferry.plan.batch import U64, Batch
+
+I64 = npt.NDArray[np.int64]
+HOST, DEVICE = "DRAM", "VRAM"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Regions in ascending order.
+
+    Attributes:
+        intervals: the addresses, merged.
+        starts: uint64[N] first address of each region.
+        devices: int64[N] its device; -1 is host memory.
+    """
+
+    intervals: Intervals
+    starts: U64
+    devices: I64
+
+    @classmethod
+    def of(cls, regions: Sequence[Region]) -> Memory:
+        """Put regions in order."""
+        ordered = sorted(regions, key=lambda region: region.address)
+        starts = np.array([region.address for region in ordered], np.uint64)
+        ends = np.array([region.address + region.nbytes for region in ordered], np.uint64)
+        return cls(Intervals.merged(starts, ends), starts, np.array([one.device for one in ordered], np.int64))
+
+    def devices_of(self, addresses: U64) -> I64:
+        """The device of each address; all lie in these regions."""
+        return self.devices[np.searchsorted(self.starts, addresses, side="right") - 1]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One side's rows of a transfer, all of one kind of memory.
+
+    Attributes:
+        kind: "DRAM" or "VRAM".
+        table: uint64[N, 3]: address, length, device.
+    """
+
+    kind: str
+    table: U64
+
+
+def split(batch: Batch, here: Memory, there: Memory) -> Iterator[tuple[Rows, Rows]]:
+    """Give a batch as transfers, since each side of one must be of one kind: one, unless it mixes host and device."""
+    mine, theirs = here.devices_of(batch.src), there.devices_of(batch.dst)
+    kinds = (mine >= 0) * 2 + (theirs >= 0)
+    for kind in np.unique(kinds):
+        rows = slice(None) if (kinds == kind).all() else kinds == kind
+        yield (
+            _rows(batch.src[rows], batch.nbytes[rows], mine[rows]),
+            _rows(batch.dst[rows], batch.nbytes[rows], theirs[rows]),
+        )
+
+
+def host_row(address: int, nbytes: int) -> Rows:
+    """One row of host memory."""
+    return Rows(HOST, np.array([[address, nbytes, 0]], np.uint64))
+
+
+def _rows(addresses: U64, nbytes: U64, devices: I64) -> Rows:
+    table = np.empty((len(addresses), 3), np.uint64)
+    table[:, 0], table[:, 1] = addresses, nbytes
+    is_device = bool(devices[0] >= 0)
+    table[:, 2] = devices if is_device else 0
+    return Rows(DEVICE if is_device else HOST, table)

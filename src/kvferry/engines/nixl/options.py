@@ -1,0 +1,101 @@
+"""The NIXL engine's own settings, given as text (KVFERRY_ENGINE_OPTIONS=name=value,...)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from kvferry.errors import ConfigError
+
+KNOWN = (
+    "backend", "devices", "gpu", "ucx_error_handling_mode", "num_workers", "attach_timeout_s", "transfer_timeout_s",
+)  # fmt: skip
+PARAMETER = "param."
+"""An option with this prefix is handed to the backend under the rest of its name."""
+
+_ERROR_MODES = ("peer", "none")
+_MAX_WORKERS = 64
+_MAX_SECONDS = 3600.0
+
+
+class Options(NamedTuple):
+    """The settings.
+
+    Attributes:
+        backend: name of the NIXL plug-in.
+        parameters: what it is created with.
+        attach_timeout_s: seconds until a peer that can't be written to yet is given up.
+        transfer_timeout_s: seconds until a batch that is not over counts as failed.
+    """
+
+    backend: str
+    parameters: dict[str, str]
+    attach_timeout_s: float
+    transfer_timeout_s: float
+
+
+def parse(options: Mapping[str, str]) -> Options:
+    """Read the settings; raises ConfigError for an unknown name or a value that is none."""
+    for name in sorted(options):
+        if name not in KNOWN and not (name.startswith(PARAMETER) and name.removeprefix(PARAMETER)):
+            names = ", ".join(map(repr, KNOWN))
+            raise ConfigError(
+                f"the NIXL engine has no option {name!r}",
+                hint=f"its options are {names}, and '{PARAMETER}<name>' for what the backend takes",
+            )
+    return Options(
+        options.get("backend", "UCX"), _parameters(options),
+        _seconds(options, "attach_timeout_s", "10"), _seconds(options, "transfer_timeout_s", "30"),
+    )  # fmt: skip
+
+
+def _parameters(options: Mapping[str, str]) -> dict[str, str]:
+    found = {
+        name.removeprefix(PARAMETER): value for name, value in options.items() if name.startswith(PARAMETER)
+    }  # fmt: skip
+    devices = _devices(options.get("devices", ""), options.get("gpu", "0"))
+    if devices:
+        if options.get("backend", "UCX") != "UCX":
+            raise _wrong("devices", devices, f"only UCX takes it; for others see '{PARAMETER}<name>'")
+        found["ucx_devices"] = devices
+    mode = options.get("ucx_error_handling_mode")
+    if mode is not None:
+        if mode not in _ERROR_MODES:
+            raise _wrong("ucx_error_handling_mode", mode, f"one of {', '.join(_ERROR_MODES)}")
+        found["ucx_error_handling_mode"] = mode
+    workers = options.get("num_workers")
+    if workers is not None:
+        if not workers.isdecimal() or not 1 <= int(workers) <= _MAX_WORKERS:
+            raise _wrong("num_workers", workers, f"a number from 1 to {_MAX_WORKERS}")
+        found["num_workers"] = workers
+    return found
+
+
+def _devices(text: str, gpu: str) -> str:
+    """A list of device names as it is, or one GPU's entry of a JSON object."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        by_gpu = msgspec.json.decode(text, type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise _wrong("devices", text, f"names, or a JSON object with names for each GPU: {error}") from None
+    if gpu not in by_gpu:
+        raise _wrong("gpu", gpu, f"option 'devices' has an entry for GPU {', '.join(sorted(by_gpu)) or 'none'}")
+    return by_gpu[gpu]
+
+
+def _seconds(options: Mapping[str, str], name: str, default: str) -> float:
+    text = options.get(name, default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds <= _MAX_SECONDS:
+        raise _wrong(name, text, f"seconds, more than 0 and at most {_MAX_SECONDS:g}")
+    return seconds
+
+
+def _wrong(name: str, text: str, hint: str) -> ConfigError:
+    return ConfigError(f"option {name!r} of the NIXL engine is {text!r}", hint=hint)
