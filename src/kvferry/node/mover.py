@@ -23,6 +23,7 @@ from kvferry.engines.seam import Batch, Caps, Done, Engine, Outcome, Ticket
 from kvferry.errors import EngineError
 from kvferry.ids import PeerId
 from kvferry.node.jobs import Job, Reports
+from kvferry.node.pace import Pace
 from kvferry.node.turn import Turn
 
 log = logging.getLogger("kvferry.mover")
@@ -37,17 +38,14 @@ TELL_S = 0.02
 """How often a job says that it moves."""
 
 BUSY_POLL_S = 0.001
-IDLE_POLL_S = 0.05
-"""How often the engine is asked while only fences or missing proofs are awaited."""
-
-QUIET_POLL_S = 1.0
-"""How often it is asked otherwise: peers that leave are noticed, and told that nothing more comes from here."""
 
 
 class Mover:
     """Owns the engine's thread. All public methods may be called from any thread."""
 
-    def __init__(self, engine: Engine, reports: Reports, batches_in_flight: int) -> None:
+    def __init__(
+        self, engine: Engine, reports: Reports, batches_in_flight: int, is_written_to: Callable[[], bool]
+    ) -> None:
         self._engine = engine
         self._reports = reports
         self._in_flight = batches_in_flight
@@ -55,6 +53,7 @@ class Mover:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._turn = Turn(Mover.help)
         self._helped = Caps.ANY_THREAD in engine.caps
+        self._pace = Pace(engine.caps, is_written_to)
         self._ready: deque[Job] = deque()
         self._jobs: dict[int, Job] = {}
         self._by_ticket: dict[Ticket, Job] = {}
@@ -175,9 +174,8 @@ class Mover:
         self._bell.put(None)
 
     def _pause_s(self) -> float:
-        if self._ready or self._attaching or any(job.out for job in self._jobs.values()):
-            return 0.0
-        return IDLE_POLL_S if self._by_ticket or self._fences else QUIET_POLL_S
+        busy = bool(self._ready or self._attaching) or any(job.out for job in self._jobs.values())
+        return self._pace.pause_s(busy=busy, awaits_proof=bool(self._by_ticket or self._fences))
 
     def _sleep(self, pause_s: float) -> None:
         """Wait for the bell; whoever finds the turn taken leaves its job to who has it, who looks for it here."""

@@ -79,6 +79,7 @@ class Node:
         self.where = Where(side.value, str(layout.rank))
         self.aux = AuxRows(aux)
         self.grants = GrantTable()
+        self.exposed: set[int] = set()
         self.views: dict[tuple[Kind, int], RoomView] = {}
         self.opening: set[RoomView] = set()
         self.problem = ""
@@ -102,7 +103,7 @@ class Node:
         self.digest = config.digest if all(region.device < 0 for region in self.regions) else ""
         self.digests = Digests(self)
         self.control = Control(self)
-        self.mover = Mover(self.engine, self._reports(), config.batches_in_flight)
+        self.mover = Mover(self.engine, self._reports(), config.batches_in_flight, self.is_written_to)
         self.mover.start()
         self.control.thread.start()
 
@@ -139,6 +140,10 @@ class Node:
             return "the control thread has ended"
         late = time.monotonic() - self.control.beat
         return f"the control thread did not run for {late:.1f} s" if late > HEALTHY_BEAT_S else ""
+
+    def is_written_to(self) -> bool:
+        """Whether a peer may be attaching to this process, or writing to pages of a claim."""
+        return bool(self.exposed) or any(not conn.ready for conn in list(self.conns.by_link.values()))
 
     def register_info(self, epoch: int) -> KVArgsRegisterInfo:
         """What the peer of one connection is told at the handshake."""

@@ -121,6 +121,7 @@ class Performer:
         claim = self._book.claims[effect.claim]
         facts = claim.facts
         assert facts is not None
+        self._node.exposed.add(effect.claim)
         self._node.grant(effect.peers, effect.claim, facts.pages)
         for peer in effect.peers:
             self._expect_content(claim, peer, facts)
@@ -138,6 +139,7 @@ class Performer:
 
     def _revoke(self, effect: Revoke) -> None:
         self._node.digests.forget(Kind.CLAIM, effect.claim)
+        self._node.exposed.discard(effect.claim)
         for peer in effect.peers:
             self._node.grants.drop(peer, effect.claim)
 
