@@ -15,7 +15,7 @@ QUIET_POLL_S = 1.0
 SERVE_POLL_S = 0.001
 """How often an engine whose peers need it (caps NEEDS_TARGET_POLL) is asked while one may attach or write here."""
 
-SERVE_IDLE_POLL_S = 0.02
+SERVE_IDLE_POLL_S = 0.03
 """How often such an engine is asked otherwise: a peer that connects anew comes unannounced, and needs a few of them."""
 
 

@@ -288,6 +288,7 @@ class NixlEngine:
         for probe in self._probes:
             if probe.peer == peer:
                 probe.give_up(cause)
+                self._tell(probe)
 
     def _write(self, agent: Agent, ticket: Ticket, remote: _Remote, batch: Batch) -> None:
         handles: list[Handle] = []
@@ -324,13 +325,16 @@ class NixlEngine:
 
     def _advance(self, agent: Agent, probe: Probe, now: float) -> None:
         probe.step(agent, now)
-        done = probe.take_news()
-        if done is not None:
-            self._done.append(done)
-            if done.outcome is Outcome.LANDED:
-                self._remotes[probe.peer] = _Remote(probe.name, Memory.of(probe.blob.memory()))
+        if probe.done is not None and probe.done.outcome is Outcome.LANDED:
+            self._remotes[probe.peer] = _Remote(probe.name, Memory.of(probe.blob.memory()))
+        self._tell(probe)
         if probe.over:
             probe.drop(agent)
+
+    def _tell(self, probe: Probe) -> None:
+        news = probe.take_news()
+        if news is not None:
+            self._done.append(news)
 
     def _trouble(self, error: Exception) -> None:
         self._troubles += 1
