@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine_here import need
 from kvferry.cli import main as command
 from kvferry.cli import run_demo
 
@@ -34,14 +35,24 @@ def demo(*arguments, **variables):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", ["", "mechanism=tcp"], ids=["shared memory of one host", "tcp"])
-def test_the_decode_process_goes_on_from_the_same_bytes(options):
-    ended = demo("--max-new-tokens", "12", "--json", KVFERRY_ENGINE_OPTIONS=options)
+ENGINES = {
+    "shared memory of one host": ("local", ""),
+    "tcp": ("local", "mechanism=tcp"),
+    "nixl": ("nixl", ""),
+    "nixl by tcp": ("nixl", "param.engine_config=TLS=tcp"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_decode_process_goes_on_from_the_same_bytes(name):
+    engine, options = ENGINES[name]
+    need(engine)
+    ended = demo("--engine", engine, "--max-new-tokens", "12", "--json", KVFERRY_ENGINE_OPTIONS=options)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     assert list(found) == FIELDS
     assert (found["tokens_equal"], found["logits_equal"], found["kv_bytes_equal"]) == (True, True, True)
-    assert found["engine"] == "local"
+    assert found["engine"] == engine
     assert found["kv_bytes"] % TOKEN_BYTES == 0
     assert found["kv_bytes"] > 300 * TOKEN_BYTES
     assert found["ranks"] == [1, 1]

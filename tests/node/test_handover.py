@@ -1,14 +1,16 @@
-"""The same manager code over two engines: what arrives, and what does not change."""
+"""The same manager code over each engine: what arrives, and what does not change."""
 
 import numpy as np
 import pytest
 
+from engine_here import need
 from kvferry import KVPoll, KVReceiver, KVSender, KVTransferError
 from kvferry.errors import InputError
 
 
-@pytest.fixture(params=["local", "faulty"])
+@pytest.fixture(params=["local", "faulty", "nixl"])
 def both(request, make):
+    need(request.param)
     return make("prefill", request.param), make("decode", request.param)
 
 

@@ -7,7 +7,7 @@ from kvferry.errors import EngineUnavailable
 
 
 def need(engine):
-    """Skip the calling test module unless the engine can be made."""
+    """Skip the calling test, or the calling module, unless the engine can be made."""
     try:
         find.load(engine)
     except EngineUnavailable as error:
