@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,7 +46,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         batches_in_flight: batches of one peer that the mover keeps submitted.
         digest: canary over what was sent and what landed: "sample" (64 bytes in 4 KiB), "full" (every byte) or
             "off"; of two peers the stronger wish counts.
-        engine_options: comma separated name=value pairs for the engine.
+        engine_options: comma separated name=value pairs for the engine; a value may hold commas, as lists do.
     """
 
     bind_host: str = "127.0.0.1"
@@ -84,12 +85,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     def options(self) -> dict[str, str]:
         """engine_options as a dictionary."""
-        pairs = [pair.strip() for pair in self.engine_options.split(",") if pair.strip()]
+        pairs = [pair for text in _NEXT_OPTION.split(self.engine_options) if (pair := text.strip(" ,"))]
         for pair in pairs:
             if "=" not in pair:
                 raise ConfigError(f"engine_options: {pair!r} is not name=value")
         return {name.strip(): value.strip() for name, _, value in (pair.partition("=") for pair in pairs)}
 
+
+_NEXT_OPTION = re.compile(r",(?=\s*[\w.]+\s*=)")
+"""The commas that begin another option."""
 
 DIGESTS = ("off", "sample", "full")
 """From the weakest to the strongest."""

@@ -117,6 +117,11 @@ def test_ports_that_are_one():
 
 def test_engine_options():
     assert load(engine_options=" mechanism = tcp, a=b=c ,").options() == {"mechanism": "tcp", "a": "b=c"}
+    listed = "devices=mlx5_0,mlx5_1,,gpu=1, param.engine_config = TLS=tcp"
+    assert load(engine_options=listed).options() == {
+        "devices": "mlx5_0,mlx5_1", "gpu": "1", "param.engine_config": "TLS=tcp",
+    }  # fmt: skip
+    assert load(engine_options='devices={"0": "a,b", "1": "c"}').options() == {"devices": '{"0": "a,b", "1": "c"}'}
     with pytest.raises(ConfigError, match="engine_options: 'tcp' is not name=value"):
         load(engine_options="tcp")
 

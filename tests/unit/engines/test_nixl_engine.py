@@ -9,8 +9,8 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from engine_here import need
 
+from engine_here import need
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
 from kvferry.engines.nixl import NixlEngine, blob
@@ -285,6 +285,19 @@ def test_a_target_that_is_killed_in_mid_transfer_fails_without_a_proof(suite):
     assert "the connection is gone" in done.cause
     assert suite.pair.writer.engine.info()["in_flight"] == 0
     assert wait_for(suite.pair.writer.engine, ticket, 0.2) is None, "nobody has proven anything"
+
+
+def test_rows_in_a_socket_land_after_the_end_of_their_writer(suite):
+    """Why the end of a process is no proof here, and no FENCE is claimed."""
+    process = suite.flooding()
+    pool = suite.pair.target.pool
+    time.sleep(0.5)  # nobody polls: the socket fills
+    process.kill()
+    before = pool.copy()
+    time.sleep(0.1)
+    assert np.array_equal(pool, before)
+    suite.pair.target.engine.poll(0.1)
+    assert not np.array_equal(pool, before)
 
 
 def test_a_detach_lets_what_is_under_way_end(suite):
