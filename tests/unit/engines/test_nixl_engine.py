@@ -13,7 +13,7 @@ import pytest
 from engine_here import need
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
-from kvferry.engines.nixl import NixlEngine, blob
+from kvferry.engines.nixl import NixlEngine, blob, peers
 from kvferry.engines.seam import Batch, Caps, EngineConfig, Outcome, Region
 from kvferry.errors import EngineError, EngineUnavailable, ForkError
 from kvferry.ids import PeerId
@@ -227,6 +227,37 @@ def test_memory_that_was_registered_later_is_written_after_attaching_again(pair)
     assert pair.write(elsewhere).outcome is Outcome.LANDED
     assert (later[:100] == pair.writer.pool[:100]).all()
     assert pair.write(batch).outcome is Outcome.FAILED_QUIET, "it is not registered any more"
+
+
+def test_memory_that_was_registered_anew_is_not_taken_while_the_old_is_written():
+    made = build(**TCP)
+    assert made.attach().outcome is Outcome.LANDED
+    ticket = made.writer.engine.submit(made.target.me, made.batch([0], [0], [POOL]))
+    made.target.engine.register([Region(made.target.address, POOL // 2)])
+    again = made.writer.engine.attach(made.target.me, made.target.engine.describe())
+    done = made.settle(again)
+    assert done.outcome is Outcome.FAILED_QUIET
+    assert "still under way" in done.cause
+    assert made.settle(ticket).outcome is Outcome.LANDED
+    assert made.attach().outcome is Outcome.LANDED
+    assert made.write(made.batch([0], [POOL // 2], [10])).outcome is Outcome.FAILED_QUIET
+    assert made.write(made.batch([0], [0], [10])).outcome is Outcome.LANDED
+    made.close()
+
+
+def test_agents_that_nobody_needs_are_forgotten_when_there_are_many(pair, monkeypatch):
+    monkeypatch.setattr(peers, "KEPT", 2)
+    others = [open_end(NixlEngine(), number, 4096, {}) for number in range(10, 14)]
+    for other in others:
+        ticket = pair.writer.engine.attach(other.me, other.engine.describe())
+        until = time.monotonic() + 10
+        while not (ended := pair.writer.engine.poll(0.001)) and time.monotonic() < until:
+            other.engine.poll(0)
+        assert [(done.ticket, done.outcome) for done in ended] == [(ticket, Outcome.LANDED)]
+        pair.writer.engine.detach(other.me)
+    assert len(pair.writer.engine._peers) == 2
+    for other in others:
+        other.engine.close()
 
 
 @pytest.mark.parametrize("options", [{}, TCP], ids=["cma", "tcp"])

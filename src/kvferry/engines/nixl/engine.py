@@ -19,6 +19,7 @@ from kvferry.engines.nixl.flight import Flight
 from kvferry.engines.nixl.memory import Memory, split
 from kvferry.engines.nixl.native import explain
 from kvferry.engines.nixl.options import Options, parse
+from kvferry.engines.nixl.peers import Peers
 from kvferry.engines.nixl.probe import Probe
 from kvferry.engines.rows import why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
@@ -71,7 +72,6 @@ class NixlEngine:
         self._memory = Memory.of(())
         self._regions: list[tuple[int, int, int]] = []
         self._remotes: dict[PeerId, _Remote] = {}
-        self._loaded: set[str] = set()
         self._probes: list[Probe] = []
         self._flights: list[Flight] = []
         self._done: list[Done] = []
@@ -96,6 +96,7 @@ class NixlEngine:
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         name = f"kvferry-{self._incarnation:016x}-{secrets.token_hex(4)}"
         self._agent = Agent(self._library, name, self._options.backend, self._options.parameters, self._nonce)
+        self._peers = Peers(self._agent)
         self._pid = os.getpid()
         if self._agent.has_device_memory:
             self.caps |= Caps.DEVICE_MEMORY
@@ -144,7 +145,7 @@ class NixlEngine:
         self._leave(peer, "attached anew")
         try:
             said = decode(blob, peer, self._options.backend)
-            self._load(agent, said)
+            self._peers.load(said, self._in_use())
         except WireError as error:
             self._done.append(Done(ticket, Outcome.FAILED_QUIET, str(error), "blob"))
             return ticket
@@ -196,23 +197,22 @@ class NixlEngine:
         return ticket
 
     def detach(self, peer: PeerId) -> None:
-        """Forget a peer; batches that are on their way to it end by themselves, and then it is disconnected."""
-        self._opened()
+        """Forget a peer; batches that are on their way to it end by themselves."""
+        agent = self._opened()
         self._leave(peer, "detached while it was being attached")
-        self._forget_unused()
+        self._forget_unused(agent)
 
     def close(self) -> None:
         """Stop; ends connections and registrations. May be called twice."""
         agent, self._agent = self._agent, None
         if agent is None or self._pid != os.getpid():
             return
-        for name in self._loaded:
-            agent.forget(name)
+        self._peers.forget_all()
         for probe in self._probes:
             probe.drop(agent)
         for flight in self._flights:
             flight.drop(agent)
-        for left in (self._probes, self._flights, self._done, self._remotes, self._loaded):
+        for left in (self._probes, self._flights, self._done, self._remotes):
             left.clear()
         agent.close()
 
@@ -228,7 +228,7 @@ class NixlEngine:
             "environment": {name: value for name, value in os.environ.items() if name.startswith("UCX_")},
             "plugins": agent.plugins,
             "agent": agent.name,
-            "peers": {str(peer): remote.name for peer, remote in list(self._remotes.items())},
+            "peers": {str(peer): f"{self._options.backend}, {one.name}" for peer, one in list(self._remotes.items())},
             "attaching": len(self._probes),
             "in_flight": len(self._flights),
             "overdue": sum(flight.overdue for flight in list(self._flights)),
@@ -254,32 +254,14 @@ class NixlEngine:
             )
         return self._agent
 
-    def _load(self, agent: Agent, said: Blob) -> None:
-        # what is under way to this agent would never end if it was forgotten; it is loaded over itself then
-        if said.name in self._loaded and said.name not in self._in_use():
-            self._forget(agent, said.name)
-        name = agent.load(said.metadata)
-        self._loaded.add(name)
-        if name != said.name:
-            self._forget_unused()
-            raise WireError(f"the peer's NIXL blob says that its agent is {said.name!r}, its metadata says {name!r}")
-
     def _in_use(self) -> set[str]:
         """Agents that something is under way to which an outcome is owed, or a later proof."""
         return {each.name for each in self._flights} | {probe.name for probe in self._probes if probe.done is None}
 
-    def _forget_unused(self) -> None:
-        if self._agent is None:
-            return
-        wanted = self._in_use() | {remote.name for remote in self._remotes.values()}
-        for name in self._loaded - wanted:
-            self._forget(self._agent, name)
-
-    def _forget(self, agent: Agent, name: str) -> None:
-        self._loaded.discard(name)
-        agent.forget(name)
+    def _forget_unused(self, agent: Agent) -> None:
+        forgotten = self._peers.forget_unused(self._in_use() | {remote.name for remote in self._remotes.values()})
         # attempts to attach that were given up: nothing of value can be written by them
-        for probe in [probe for probe in self._probes if probe.name == name]:
+        for probe in [probe for probe in self._probes if probe.name in forgotten]:
             probe.drop(agent)
             self._probes.remove(probe)
 
@@ -303,6 +285,7 @@ class NixlEngine:
         timeout_s = self._options.transfer_timeout_s
         flight = Flight(ticket, remote.name, handles, time.monotonic() + timeout_s, timeout_s)
         flight.post(agent)
+        self._note(flight)
         self._done += flight.news(time.monotonic())
         if not flight.over:
             self._flights.append(flight)
@@ -315,21 +298,28 @@ class NixlEngine:
         now = time.monotonic()
         for flight in self._flights:
             self._done += flight.look(agent, now)
+            self._note(flight)
         for probe in self._probes:
             self._advance(agent, probe, now)
         flights = [flight for flight in self._flights if not flight.over]
         probes = [probe for probe in self._probes if not probe.over]
         if len(flights) + len(probes) < len(self._flights) + len(self._probes):
             self._flights, self._probes = flights, probes
-            self._forget_unused()
+            self._forget_unused(agent)
 
     def _advance(self, agent: Agent, probe: Probe, now: float) -> None:
         probe.step(agent, now)
-        if probe.done is not None and probe.done.outcome is Outcome.LANDED:
+        if probe.lands:
             self._remotes[probe.peer] = _Remote(probe.name, Memory.of(probe.blob.memory()))
+        if probe.failed:
+            self._peers.doubt(probe.name)
         self._tell(probe)
         if probe.over:
             probe.drop(agent)
+
+    def _note(self, flight: Flight) -> None:
+        if flight.failed:
+            self._peers.doubt(flight.name)
 
     def _tell(self, probe: Probe) -> None:
         news = probe.take_news()

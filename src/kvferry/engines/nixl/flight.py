@@ -35,6 +35,11 @@ class Flight:
         return not self._handles
 
     @property
+    def failed(self) -> bool:
+        """Whether the library has said that a part of it failed."""
+        return self._failure is not None
+
+    @property
     def overdue(self) -> bool:
         """Whether it has failed and is still under way."""
         return self._is_told and bool(self._handles)

@@ -12,6 +12,7 @@ from kvferry.engines.nixl.native import explain
 from kvferry.engines.seam import Done, Outcome, Ticket
 from kvferry.ids import PeerId
 
+GIVEN_UP = "detached"
 NO_ANSWER = "the peer did not answer within {:g} s; does its engine poll, and can its data address be reached?"
 
 
@@ -46,6 +47,16 @@ class Probe:
         """Whether it has ended, and the library has nothing of it any more."""
         return self.done is not None and self._flight is None
 
+    @property
+    def lands(self) -> bool:
+        """Whether its news, not taken yet, is that the peer can be written to."""
+        return not self._is_told and self.done is not None and self.done.outcome is Outcome.LANDED
+
+    @property
+    def failed(self) -> bool:
+        """Whether the peer could not be written to; not that it was given up before."""
+        return self.done is not None and self.done.outcome is not Outcome.LANDED and self.done.native != GIVEN_UP
+
     def begin(self, agent: Agent) -> None:
         """Ask for the nonce."""
         slot = self._slot
@@ -72,7 +83,7 @@ class Probe:
 
     def give_up(self, cause: str) -> None:
         """End the ticket, if it has not ended; what was begun is still waited for."""
-        self._end(Outcome.FAILED_QUIET, cause, "detached")
+        self._end(Outcome.FAILED_QUIET, cause, GIVEN_UP)
 
     def drop(self, agent: Agent) -> None:
         """Free what is left of it: it is over, or its peer was forgotten."""

@@ -60,6 +60,24 @@ class Leaks(SuiteBase):
         _wait_for(lambda: self._polled() == before)
         assert self._polled() == before
 
+    def test_attaching_again_and_again_leaves_nothing_while_both_processes_live(self) -> None:
+        """As peers do whose control connection breaks now and then."""
+        for _ in range(20):
+            self._come_and_go()
+        before = _settled(self._polled)
+        for _ in range(20):
+            self._come_and_go()
+        _wait_for(lambda: self._polled() <= before)
+        assert self._polled() <= before
+
+    def _come_and_go(self) -> None:
+        """What a connection does in its life, the writer leaving first."""
+        assert self.pair.attach().outcome is Outcome.LANDED
+        assert self.pair.write(self.pair.batch([0], [0], [10])).outcome is Outcome.LANDED
+        self.pair.writer.engine.detach(self.pair.target.me)
+        self.pair.target.engine.detach(self.pair.writer.me)
+        self.pair.step()
+
     def cycle(self, number: int) -> None:
         """Open, attach, write, detach on either side first, in turns; close twice."""
         ends = [
