@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import allocate_pool
+from kvferry.engines.host import host_identity
 from kvferry.engines.local import blob, frames, shared_map
 from kvferry.engines.local.iovec import merged_rows
 from kvferry.engines.local.link import State
@@ -29,7 +30,7 @@ class Scripted:
         self.listener.bind(f"\0kvferry-scripted-{os.getpid()}-{time.monotonic_ns()}")
         self.listener.listen(1)
         self.link = SharedLink(
-            blob.Blob(blob.VERSION, b"t" * 32, blob.host_identity(), self.listener.getsockname()[1:].decode()),
+            blob.Blob(blob.VERSION, b"t" * 32, host_identity(), self.listener.getsockname()[1:].decode()),
             PeerId(1),
         )
         self.connection, _ = self.listener.accept()

@@ -13,6 +13,7 @@ import pytest
 from engine_here import need
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
+from kvferry.engines.host import Process
 from kvferry.engines.nixl import NixlEngine, blob, peers
 from kvferry.engines.seam import Batch, Caps, EngineConfig, Outcome, Region
 from kvferry.errors import EngineError, EngineUnavailable, ForkError
@@ -85,7 +86,7 @@ def test_a_destination_that_the_peer_has_not_registered_is_refused_by_number(pai
 def test_memory_that_the_library_does_not_know_ends_the_ticket_before_anything_is_posted(pair, monkeypatch):
     """As when both sides' own checks were wrong: the library's refusal is mapped."""
     assert pair.attach().outcome is Outcome.LANDED
-    monkeypatch.setattr("kvferry.engines.nixl.engine._why_not_there", lambda *_: "")
+    monkeypatch.setattr("kvferry.engines.nixl.engine.why_not_there", lambda *_: "")
     done = pair.write(pair.batch([0], [POOL * 4], [10]))
     assert (done.outcome, done.native) == (Outcome.FAILED_QUIET, "NIXL_ERR_NOT_FOUND")
     assert "not known to the library" in done.cause
@@ -305,8 +306,12 @@ def test_attaching_again_does_not_cut_a_write_whose_proof_is_awaited(suite):
     assert suite.write_to(process).outcome is Outcome.LANDED
 
 
-def test_a_target_that_is_killed_in_mid_transfer_fails_without_a_proof(suite):
-    process = attached(suite)
+@pytest.mark.parametrize("host", ["the same", "another"])
+def test_a_target_that_is_killed_in_mid_transfer_is_proven_quiet_by_its_end_on_the_same_host(suite, host):
+    process = suite.spawn()
+    if host == "another":
+        process.blob = changed(process.blob, process=Process("another host", 1, 1))
+    assert suite.settled_attach(process).outcome is Outcome.LANDED
     process.stop()
     ticket = submit(suite, process)
     assert suite.pair.step() == []
@@ -315,7 +320,28 @@ def test_a_target_that_is_killed_in_mid_transfer_fails_without_a_proof(suite):
     assert (done.outcome, done.native) == (Outcome.FAILED_UNKNOWN, "NIXL_ERR_REMOTE_DISCONNECT")
     assert "the connection is gone" in done.cause
     assert suite.pair.writer.engine.info()["in_flight"] == 0
-    assert wait_for(suite.pair.writer.engine, ticket, 0.2) is None, "nobody has proven anything"
+    if host == "the same":
+        assert suite.pair.settle(ticket, 5).outcome is Outcome.QUIET
+    else:
+        assert wait_for(suite.pair.writer.engine, ticket, 0.3) is None, "nobody has proven anything"
+
+
+def test_a_transfer_that_failed_while_its_target_lives_has_no_proof_until_that_ends(suite, monkeypatch):
+    process = attached(suite)
+    with monkeypatch.context() as patch:
+
+        def broken(_):
+            raise RuntimeError("on purpose")
+
+        patch.setattr(suite.pair.writer.engine._agent, "is_done", broken)
+        patch.setattr(suite.pair.writer.engine._agent, "post", broken)
+        ticket = submit(suite, process)
+        assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
+    assert wait_for(suite.pair.writer.engine, ticket, 0.3) is None
+    process.stop()
+    assert wait_for(suite.pair.writer.engine, ticket, 0.3) is None
+    process.kill()
+    assert wait_for(suite.pair.writer.engine, ticket, 5) is Outcome.QUIET
 
 
 def test_rows_in_a_socket_land_after_the_end_of_their_writer(suite):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -74,17 +71,3 @@ def decode(raw: bytes) -> Blob:
             hint="use the same kvferry version on both sides",
         )
     return blob
-
-
-def host_identity() -> str:
-    """Boot id, process and network namespace: where they are equal, a pid means the same process.
-
-    Returns:
-        A digest, or "" where the system does not say.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
-    except OSError:
-        return ""
-    return hashlib.sha256(f"{boot} {spaces}".encode()).hexdigest()[:32]

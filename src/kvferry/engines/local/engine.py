@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from kvferry.engines.findings import Finding
+from kvferry.engines.host import host_identity
 from kvferry.engines.intervals import Intervals
-from kvferry.engines.local.blob import TOKEN_BYTES, VERSION, Blob, decode, encode, host_identity
+from kvferry.engines.local.blob import TOKEN_BYTES, VERSION, Blob, decode, encode
 from kvferry.engines.local.copier import Copier
 from kvferry.engines.local.frames import key_of
 from kvferry.engines.local.lanes import Lanes

@@ -7,8 +7,9 @@ import os
 import select
 import socket
 
+from kvferry.engines.host import host_identity
 from kvferry.engines.local import frames
-from kvferry.engines.local.blob import Blob, host_identity
+from kvferry.engines.local.blob import Blob
 from kvferry.engines.local.frames import Bye, Knock, No, Packet, Probe, Probed, Yes
 from kvferry.engines.local.link import State
 from kvferry.engines.local.syscalls import error_name, peer_credentials, peer_pidfd

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from kvferry.engines.host import Process
 from kvferry.engines.seam import Region
 from kvferry.errors import EngineError, WireError
 from kvferry.ids import PeerId
@@ -30,6 +31,7 @@ class Blob(msgspec.Struct, frozen=True):
         digest: SHA-256 of the metadata: the library may end the process that loads a damaged one.
         page: where it keeps its nonce, and room for a peer's first write.
         nonce_digest: SHA-256 of the nonce.
+        process: where it runs, so that its end can be seen on the same host; None where the system does not say.
         regions: (address, bytes, device) of what it has registered.
     """
 
@@ -41,6 +43,7 @@ class Blob(msgspec.Struct, frozen=True):
     digest: _Digest
     page: _Address
     nonce_digest: _Digest
+    process: Process | None
     regions: list[tuple[_Address, _Address, int]]
 
     def memory(self) -> list[Region]:

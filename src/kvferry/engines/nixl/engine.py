@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.engines.findings import Finding
+from kvferry.engines.host import Process, this_process
 from kvferry.engines.nixl import library
 from kvferry.engines.nixl.agent import NONCE_BYTES, Agent, Handle
 from kvferry.engines.nixl.blob import VERSION, Blob, decode, encode
 from kvferry.engines.nixl.flight import Flight
-from kvferry.engines.nixl.memory import Memory, split
+from kvferry.engines.nixl.memory import Memory, split, why_not_there
 from kvferry.engines.nixl.native import explain
 from kvferry.engines.nixl.options import Options, parse
 from kvferry.engines.nixl.peers import Peers
 from kvferry.engines.nixl.probe import Probe
+from kvferry.engines.nixl.unproven import Unproven
 from kvferry.engines.rows import why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
 from kvferry.errors import EngineError, ForkError, WireError
@@ -35,10 +37,11 @@ _NO_FENCE = "peers write this process's memory themselves, and NIXL has no way t
 
 @dataclass
 class _Remote:
-    """A peer that can be written to: its agent, and what it has registered."""
+    """A peer that can be written to: its agent, what it has registered, and its process."""
 
     name: str
     memory: Memory
+    process: Process | None
 
 
 class NixlEngine:
@@ -57,7 +60,8 @@ class NixlEngine:
     process has ended.
 
     What is claimed: LANDED when the library says that a transfer is done; FAILED_QUIET when nothing was posted;
-    FAILED_UNKNOWN for all else, and QUIET when such a transfer is done after all.
+    FAILED_UNKNOWN for all else, and QUIET when such a transfer is done after all, or when it has failed and the target's
+    process, on this host, has ended.
     """
 
     name = "nixl"
@@ -74,6 +78,7 @@ class NixlEngine:
         self._remotes: dict[PeerId, _Remote] = {}
         self._probes: list[Probe] = []
         self._flights: list[Flight] = []
+        self._unproven = Unproven()
         self._done: list[Done] = []
         self._troubles = 0
         self._last_trouble = ""
@@ -134,6 +139,7 @@ class NixlEngine:
                 digest=hashlib.sha256(metadata).digest(),
                 page=agent.page,
                 nonce_digest=hashlib.sha256(self._nonce).digest(),
+                process=this_process(),
                 regions=self._regions,
             )
         )
@@ -167,7 +173,11 @@ class NixlEngine:
         agent = self._opened()
         ticket = next(self._tickets)
         remote = self._remotes.get(peer)
-        reason = why_not(batch, self._memory.intervals, self.limits) or _why_not_there(peer, remote, batch)
+        reason = why_not(batch, self._memory.intervals, self.limits)
+        if remote is None:
+            reason = reason or f"peer {peer} was never attached, is not attached yet, or is detached"
+        else:
+            reason = reason or why_not_there(batch, remote.memory, peer)
         if reason or remote is None:
             self._done.append(Done(ticket, Outcome.FAILED_QUIET, reason, "refused"))
         elif not len(batch):
@@ -283,7 +293,7 @@ class NixlEngine:
             self._done.append(Done(ticket, Outcome.FAILED_QUIET, *explain(error)))
             return
         timeout_s = self._options.transfer_timeout_s
-        flight = Flight(ticket, remote.name, handles, time.monotonic() + timeout_s, timeout_s)
+        flight = Flight(ticket, remote.name, handles, time.monotonic() + timeout_s, timeout_s, remote.process)
         flight.post(agent)
         self._note(flight)
         self._done += flight.news(time.monotonic())
@@ -299,6 +309,7 @@ class NixlEngine:
         for flight in self._flights:
             self._done += flight.look(agent, now)
             self._note(flight)
+        self._done += self._unproven.news(now)
         for probe in self._probes:
             self._advance(agent, probe, now)
         flights = [flight for flight in self._flights if not flight.over]
@@ -310,7 +321,8 @@ class NixlEngine:
     def _advance(self, agent: Agent, probe: Probe, now: float) -> None:
         probe.step(agent, now)
         if probe.lands:
-            self._remotes[probe.peer] = _Remote(probe.name, Memory.of(probe.blob.memory()))
+            said = probe.blob
+            self._remotes[probe.peer] = _Remote(said.name, Memory.of(said.memory()), said.process)
         if probe.failed:
             self._peers.doubt(probe.name)
         self._tell(probe)
@@ -320,6 +332,8 @@ class NixlEngine:
     def _note(self, flight: Flight) -> None:
         if flight.failed:
             self._peers.doubt(flight.name)
+            if flight.over:
+                self._unproven.add(flight.ticket, flight.target)
 
     def _tell(self, probe: Probe) -> None:
         news = probe.take_news()
@@ -331,15 +345,3 @@ class NixlEngine:
         self._last_trouble = f"{type(error).__name__}: {error}"
         if self._troubles & (self._troubles - 1) == 0:
             log.warning("NIXL raised %d times while it served peers, at last %s", self._troubles, self._last_trouble)
-
-
-def _why_not_there(peer: PeerId, remote: _Remote | None, batch: Batch) -> str:
-    if remote is None:
-        return f"peer {peer} was never attached, is not attached yet, or is detached"
-    row = remote.memory.intervals.first_outside(batch.dst, batch.nbytes)
-    if row is None:
-        return ""
-    return (
-        f"row {row} of {len(batch)}, {int(batch.nbytes[row])} bytes at {int(batch.dst[row]):#x} there, does not lie in "
-        f"one registered region of peer {peer}"
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from kvferry.engines.host import Process
 from kvferry.engines.nixl.agent import Agent, Handle
 from kvferry.engines.nixl.native import NativeError, explain
 from kvferry.engines.seam import Done, Outcome, Ticket
@@ -18,11 +19,16 @@ class Flight:
     Attributes:
         ticket: the ticket.
         name: the agent that is written to.
+        target: the agent's process, if it is known.
     """
 
-    def __init__(self, ticket: Ticket, name: str, handles: list[Handle], deadline: float, timeout_s: float) -> None:
+    def __init__(
+        self, ticket: Ticket, name: str, handles: list[Handle], deadline: float, timeout_s: float,
+        target: Process | None = None,
+    ) -> None:  # fmt: skip
         self.ticket = ticket
         self.name = name
+        self.target = target
         self._handles = handles
         self._deadline = deadline
         self._timeout_s = timeout_s

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvferry.engines.intervals import Intervals
 from kvferry.engines.seam import Region
+from kvferry.ids import PeerId
 from kvferry.plan.batch import U64, Batch
 
 I64 = npt.NDArray[np.int64]
@@ -66,6 +67,17 @@ def split(batch: Batch, here: Memory, there: Memory) -> Iterator[tuple[Rows, Row
             _rows(batch.src[rows], batch.nbytes[rows], mine[rows]),
             _rows(batch.dst[rows], batch.nbytes[rows], theirs[rows]),
         )
+
+
+def why_not_there(batch: Batch, there: Memory, peer: PeerId) -> str:
+    """Say which destination row does not lie in what a peer has registered, or ""."""
+    row = there.intervals.first_outside(batch.dst, batch.nbytes)
+    if row is None:
+        return ""
+    return (
+        f"row {row} of {len(batch)}, {int(batch.nbytes[row])} bytes at {int(batch.dst[row]):#x} there, does not lie in "
+        f"one registered region of peer {peer}"
+    )
 
 
 def host_row(address: int, nbytes: int) -> Rows:
