@@ -60,8 +60,8 @@ class NixlEngine:
     process has ended.
 
     What is claimed: LANDED when the library says that a transfer is done; FAILED_QUIET when nothing was posted;
-    FAILED_UNKNOWN for all else, and QUIET when such a transfer is done after all, or when it has failed and the target's
-    process, on this host, has ended.
+    FAILED_UNKNOWN for all else, and QUIET when such a transfer is done after all, or when it has failed and its target,
+    a process of this host, has ended.
     """
 
     name = "nixl"
