@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 import pytest
-from engine_here import need
 
+from engine_here import need
 from kvferry.testing.suite import EngineSuite
 
 need("nixl")
