@@ -1,7 +1,5 @@
-"""What the engine suite does not show of NIXL: failures by name, deadlines of our own, peers that restart, forks."""
+"""What the engine suite does not show of NIXL: what is refused and how it is said, blobs, attaching, the try-out."""
 
-import gc
-import os
 import subprocess
 import sys
 import time
@@ -9,66 +7,24 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from nixl_pairs import POOL, TCP, a_pair, build, changed
 
 from engine_here import need
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
-from kvferry.engines.host import Process
 from kvferry.engines.nixl import NixlEngine, blob, peers
 from kvferry.engines.seam import Batch, Caps, EngineConfig, Outcome, Region
-from kvferry.errors import EngineError, EngineUnavailable, ForkError
+from kvferry.errors import EngineError, EngineUnavailable
 from kvferry.ids import PeerId
-from kvferry.testing.suite import EngineSuite
-from kvferry.testing.suite_pair import GUARD, Pair, open_end, wait_for
+from kvferry.testing.suite_pair import GUARD, open_end, wait_for
 
 need("nixl")
-
-POOL = 8 << 20
-TCP = {"param.engine_config": "TLS=tcp"}
-
-
-def build(**options):
-    made = Pair(*[open_end(NixlEngine(), number, POOL, options) for number in (1, 2)])
-    made.writer.pool[:] = np.random.default_rng(3).integers(0, 256, POOL, np.uint8)
-    return made
 
 
 @pytest.fixture
 def pair():
-    made = build()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def suite(request):
-    """The suite's pair and processes, by TCP, where a stopped target holds a write up; options as the parameter."""
-    made = EngineSuite()
-    made.engine_name, made.options = "nixl", {**TCP, **getattr(request, "param", {})}
-    made.setup_method()
-    yield made
-    made.teardown_method()
-
-
-def short(**seconds):
-    return pytest.mark.parametrize("suite", [{name: str(value) for name, value in seconds.items()}], indirect=True)
-
-
-def whole_pool(suite, process):
-    """A batch from the writer's pool to all of the process's."""
-    numbers = suite.pair.writer.address, process.address, process.nbytes
-    src, dst, nbytes = (np.array([number], np.uint64) for number in numbers)
-    return Batch(src, dst, nbytes, process.nbytes, 7)
-
-
-def submit(suite, process):
-    return suite.pair.writer.engine.submit(process.peer, whole_pool(suite, process))
-
-
-def attached(suite, **more):
-    process = suite.spawn(**more)
-    assert suite.settled_attach(process).outcome is Outcome.LANDED
-    return process
+    with a_pair() as made:
+        yield made
 
 
 # what is refused, and how it is said
@@ -125,11 +81,6 @@ def test_opening_twice_using_it_closed_and_closing_twice(pair):
 
 
 # blobs
-
-
-def changed(raw, **fields):
-    said = msgspec.msgpack.decode(raw, type=blob.Blob)
-    return msgspec.msgpack.encode(msgspec.structs.replace(said, **fields))
 
 
 def refused(pair, raw, peer=None):
@@ -271,161 +222,6 @@ def test_a_target_that_deregistered_is_written_to_by_who_was_not_told(options):
     assert (made.target.pool[:100] == made.writer.pool[:100]).all()
     assert not made.target.engine.caps & (Caps.FENCE | Caps.GRANTS)
     made.close()
-
-
-# peers that stop, die and come again
-
-
-@short(transfer_timeout_s=0.3)
-def test_a_stopped_target_runs_into_the_deadline_and_quiet_follows_when_it_goes_on(suite):
-    process = attached(suite)
-    process.stop()
-    ticket = submit(suite, process)
-    done = suite.pair.settle(ticket)
-    assert (done.outcome, done.native) == (Outcome.FAILED_UNKNOWN, "deadline")
-    assert "not over after 0.3 s" in done.cause
-    assert suite.pair.writer.engine.info()["overdue"] == 1
-    process.go_on()
-    assert suite.pair.settle(ticket).outcome is Outcome.QUIET
-    landed = bytes.fromhex(process.do("bytes", offset=0, nbytes=process.nbytes)["bytes"])
-    assert landed == suite.pair.writer.pool[: process.nbytes].tobytes()
-    assert suite.pair.writer.engine.info()["overdue"] == 0
-
-
-@short(transfer_timeout_s=0.3)
-def test_attaching_again_does_not_cut_a_write_whose_proof_is_awaited(suite):
-    """The node attaches anew as soon as a write has failed."""
-    process = attached(suite)
-    process.stop()
-    ticket = submit(suite, process)
-    assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
-    again = suite.pair.writer.engine.attach(process.peer, process.blob)
-    process.go_on()
-    assert suite.pair.settle(again).outcome is Outcome.LANDED
-    assert suite.pair.settle(ticket).outcome is Outcome.QUIET
-    assert suite.write_to(process).outcome is Outcome.LANDED
-
-
-@pytest.mark.parametrize("host", ["the same", "another"])
-def test_a_target_that_is_killed_in_mid_transfer_is_proven_quiet_by_its_end_on_the_same_host(suite, host):
-    process = suite.spawn()
-    if host == "another":
-        process.blob = changed(process.blob, process=Process("another host", 1, 1))
-    assert suite.settled_attach(process).outcome is Outcome.LANDED
-    process.stop()
-    ticket = submit(suite, process)
-    assert suite.pair.step() == []
-    process.kill()
-    done = suite.pair.settle(ticket, 5)
-    assert (done.outcome, done.native) == (Outcome.FAILED_UNKNOWN, "NIXL_ERR_REMOTE_DISCONNECT")
-    assert "the connection is gone" in done.cause
-    assert suite.pair.writer.engine.info()["in_flight"] == 0
-    if host == "the same":
-        assert suite.pair.settle(ticket, 5).outcome is Outcome.QUIET
-    else:
-        assert wait_for(suite.pair.writer.engine, ticket, 0.3) is None, "nobody has proven anything"
-
-
-def test_a_transfer_that_failed_while_its_target_lives_has_no_proof_until_that_ends(suite, monkeypatch):
-    process = attached(suite)
-    with monkeypatch.context() as patch:
-
-        def broken(_):
-            raise RuntimeError("on purpose")
-
-        patch.setattr(suite.pair.writer.engine._agent, "is_done", broken)
-        patch.setattr(suite.pair.writer.engine._agent, "post", broken)
-        ticket = submit(suite, process)
-        assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
-    assert wait_for(suite.pair.writer.engine, ticket, 0.3) is None
-    process.stop()
-    assert wait_for(suite.pair.writer.engine, ticket, 0.3) is None
-    process.kill()
-    assert wait_for(suite.pair.writer.engine, ticket, 5) is Outcome.QUIET
-
-
-def test_rows_in_a_socket_land_after_the_end_of_their_writer(suite):
-    """Why the end of a process is no proof here, and no FENCE is claimed."""
-    process = suite.flooding()
-    pool = suite.pair.target.pool
-    time.sleep(0.5)  # nobody polls: the socket fills
-    process.kill()
-    before = pool.copy()
-    time.sleep(0.1)
-    assert np.array_equal(pool, before)
-    suite.pair.target.engine.poll(0.1)
-    assert not np.array_equal(pool, before)
-
-
-def test_a_detach_lets_what_is_under_way_end(suite):
-    process = attached(suite)
-    process.stop()
-    ticket = submit(suite, process)
-    suite.pair.writer.engine.detach(process.peer)
-    process.go_on()
-    assert suite.pair.settle(ticket).outcome is Outcome.LANDED
-    assert suite.write_to(process).outcome is Outcome.FAILED_QUIET
-
-
-def test_a_peer_that_restarts_under_the_same_name_is_written_to_after_attaching_again(suite):
-    process = attached(suite)
-    process.kill()
-    assert suite.write_to(process).outcome in {Outcome.FAILED_QUIET, Outcome.FAILED_UNKNOWN}
-    assert suite.settled_attach(process).outcome is Outcome.FAILED_QUIET, "it is dead"
-    again = attached(suite)
-    assert again.peer == process.peer
-    assert suite.write_to(again).outcome is Outcome.LANDED
-    assert again.do("bytes", offset=0, nbytes=50)["bytes"] == suite.pair.writer.pool[:50].tobytes().hex()
-
-
-def test_closing_with_a_write_under_way_ends_at_once(suite):
-    process = attached(suite)
-    process.stop()
-    submit(suite, process)
-    began = time.monotonic()
-    suite.pair.writer.engine.close()
-    assert time.monotonic() - began < 2.0
-
-
-def test_a_library_that_raises_while_it_serves_peers_is_counted_and_nothing_ends(pair, monkeypatch):
-    assert pair.attach().outcome is Outcome.LANDED
-    agent = pair.target.engine._agent
-
-    def broken():
-        raise RuntimeError("on purpose")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(agent, "progress", broken)
-        pair.target.engine.poll(0)
-        pair.target.engine.poll(0)
-    assert pair.target.engine.info()["troubles"] == 2
-    assert "on purpose" in pair.target.engine.info()["last_trouble"]
-    assert pair.write(pair.batch([0], [0], [10])).outcome is Outcome.LANDED
-
-
-# forks
-
-
-def test_a_forked_child_can_not_use_it_and_does_not_harm_the_parent(suite):
-    process = attached(suite)
-    engine = suite.pair.writer.engine
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            engine.poll(0)
-        except ForkError:
-            engine.close()
-            suite.pair = engine = None
-            gc.collect()  # what frees an agent here makes UCX end the parent
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert suite.write_to(process).outcome is Outcome.LANDED
-    engine.detach(process.peer)
-    assert suite.settled_attach(process).outcome is Outcome.LANDED
-    assert suite.write_to(process).outcome is Outcome.LANDED
 
 
 # the process's end
