@@ -36,13 +36,3 @@ class TestTcpByTheEnvironment(EngineSuite):
     @classmethod
     def teardown_class(cls):
         cls.environment.undo()
-
-
-class TestSharedMemoryOfUcx(EngineSuite):
-    """Without error handling UCX uses it; a lost peer is noticed by the engine's own deadline only."""
-
-    engine_name = "nixl"
-    options: ClassVar = {
-        "ucx_error_handling_mode": "none", "param.engine_config": "TLS=posix,sysv,self,tcp", "transfer_timeout_s": "1",
-    }  # fmt: skip
-    cycles = 5
