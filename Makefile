@@ -11,10 +11,6 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
 
 # the libraries of engines, each without what it names as dependencies and does not import (torch, for one)
-ENGINE_WHEELS := nixl-cu12==1.5.1
-
-engines: $(VENV)/.dev-installed
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(ENGINE_WHEELS)
 
 test: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m "not reference and not sglang and not vllm" $(ARGS)
@@ -38,6 +34,14 @@ docs: $(VENV)/.dev-installed
 nightly: $(VENV)/.dev-installed
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not reference" --timeout 7200 -o faulthandler_timeout=0 tests/unit/plan
 	$(BIN)/kvferry simulate --rooms 200000 --seed 1000000 --json
+
+# the libraries of other engines that work without special hardware, without what they need for more than transfers (NIXL's
+# wheel asks for torch and never imports it); Mooncake needs the Debian packages libibverbs1, libnuma1 and libcurl4
+ENGINE_WHEELS := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+
+engines: $(VENV)/.dev-installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(ENGINE_WHEELS)
+	$(BIN)/kvferry engines
 
 # the reference model against an independent implementation of the same weights; a virtual environment of its own
 reference:

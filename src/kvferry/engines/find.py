@@ -36,7 +36,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
 _BUILT_IN = (
     EngineInfo("local", "kvferry.engines.local:LocalEngine", "part of kvferry; needs nothing else"),
     EngineInfo("nixl", "kvferry.engines.nixl:NixlEngine", "pip install --no-deps nixl-cu12==1.5.1"),
-    EngineInfo("mooncake", "", "the library is https://github.com/kvcache-ai/Mooncake", "planned"),
+    EngineInfo(
+        "mooncake",
+        "kvferry.engines.mooncake:MooncakeEngine",
+        "pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1; "
+        "on Debian also apt-get install libibverbs1 libnuma1 libcurl4",
+    ),
     EngineInfo("mori", "", "the library is https://github.com/ROCm/mori", "planned"),
 )
 _registered: dict[str, EngineInfo] = {}

@@ -1,0 +1,139 @@
+"""One engine of the library, with its registrations; used by one thread at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvferry.engines.mooncake.blob import NONCE_BYTES
+from kvferry.engines.mooncake.library import engine_class
+from kvferry.engines.mooncake.sockets import listening_ports, wake_listener
+from kvferry.engines.seam import Region
+from kvferry.errors import EngineError
+from kvferry.plan.batch import Batch
+
+METADATA = "P2PHANDSHAKE"
+"""Peers ask each other; no metadata server."""
+
+_CODES = {-7: "it overlaps memory that is registered already", -1: "the library does not say why"}
+
+
+class Place(NamedTuple):
+    """How instances are made.
+
+    Attributes:
+        host: address that peers use.
+        protocol: handed to the library.
+        devices: names of network devices, with commas.
+    """
+
+    host: str
+    protocol: str
+    devices: str
+
+
+class Instance:
+    """A started engine of the library.
+
+    Attributes:
+        session: host:port; how peers name it.
+        data_ports: where data connections arrive; more than one if another thread began to listen meanwhile.
+        network_devices: the RDMA devices of this system.
+        transport: "tcp" where it is certain, else "rdma".
+    """
+
+    def __init__(self, place: Place) -> None:
+        before = listening_ports()
+        self._engine: Any = engine_class()()
+        code = self._engine.initialize(place.host, METADATA, place.protocol, place.devices)
+        if code:
+            raise EngineError(
+                f"Mooncake can't start an engine on {place.host} (initialize returned {code})",
+                hint="MC_LOG_LEVEL=INFO shows the library's reasons",
+            )
+        port = self._engine.get_rpc_port()
+        self.session = f"[{place.host}]:{port}" if ":" in place.host else f"{place.host}:{port}"
+        self.data_ports = sorted(listening_ports() - before - {port})
+        self.network_devices = network_devices()
+        self.transport = "rdma" if self.network_devices and "MC_FORCE_TCP" not in os.environ else "tcp"
+        self._port = port
+        self._regions: tuple[Region, ...] = ()
+        self._page = np.frombuffer(bytearray(os.urandom(NONCE_BYTES)), np.uint8)
+        self._engine.register_memory(self.page_address, NONCE_BYTES)
+
+    @property
+    def page_address(self) -> int:
+        """Where its own 32 random bytes lie, which peers may read."""
+        return int(self._page.ctypes.data)
+
+    @property
+    def page_digest(self) -> bytes:
+        """SHA-256 of these bytes."""
+        return hashlib.sha256(self._page.tobytes()).digest()
+
+    def register(self, regions: tuple[Region, ...]) -> None:
+        """Replace the registered regions; does nothing if they are the same.
+
+        Raises:
+            EngineError: a region, which it names, can't be registered; then none is.
+        """
+        if regions == self._regions:
+            return
+        self._unregister()
+        addresses, sizes = [region.address for region in regions], [region.nbytes for region in regions]
+        self._regions = regions
+        if regions and self._engine.batch_register_memory(addresses, sizes):
+            self._unregister()
+            self._register_singly(regions)
+
+    def probe(self, session: str) -> int:
+        """Ask a session whether it is there; 0 is yes. Waits for a stopped process, for a minute."""
+        return int(self._engine.send_probe(session))
+
+    def read(self, session: str, address: int) -> bytes | None:
+        """Read a peer's 32 bytes into the own page, which peers must not want any more; None if it fails."""
+        code = self._engine.transfer_sync_read(session, self.page_address, address, NONCE_BYTES)
+        return None if code else self._page.tobytes()
+
+    def write(self, session: str, batch: Batch) -> int:
+        """Write a batch, waiting until the peer has acknowledged each row; 0 is success, all else is not."""
+        src, dst, nbytes = batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist()
+        return int(self._engine.batch_transfer_sync_write(session, src, dst, nbytes))
+
+    def close(self) -> None:
+        """Destroy it: when this returns nothing reads or writes this process's memory for it any more."""
+        if self._engine is not None:
+            wake_listener(self._port)
+            self._engine = None
+
+    def _unregister(self) -> None:
+        if self._regions:
+            self._engine.batch_unregister_memory([region.address for region in self._regions])
+        self._regions = ()
+
+    def _register_singly(self, regions: tuple[Region, ...]) -> None:
+        """Find the region that the library refused."""
+        for number, region in enumerate(regions):
+            code = self._engine.register_memory(region.address, region.nbytes)
+            if code:
+                self._unregister()
+                raise EngineError(
+                    f"Mooncake can't register region {number}, {region.nbytes} bytes at {region.address:#x}: "
+                    f"{_CODES.get(code, 'unknown')} [{code}]"
+                )
+            self._regions = regions[: number + 1]
+
+
+def network_devices() -> list[str]:
+    """The RDMA devices of this system.
+
+    The library takes TCP only when it has found none. Its own answer, `get_local_topology`, takes a second: it starts
+    one more engine each time.
+    """
+    try:
+        return sorted(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return []

@@ -1,0 +1,210 @@
+"""One peer: a thread with an instance of its own, since the library's calls block and its failures spread.
+
+While the library asks a stopped process for its metadata, for a minute, all other transfers of the same instance
+wait for a lock; and after a failure only a new instance is sure to work. With an instance per peer both concern that
+peer only.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.engines.mooncake import quiet
+from kvferry.engines.mooncake.blob import Blob
+from kvferry.engines.mooncake.instance import Instance, Place
+from kvferry.engines.seam import Done, Outcome, Region, Ticket
+from kvferry.errors import EngineError
+from kvferry.ids import PeerId
+from kvferry.plan.batch import Batch
+
+log = logging.getLogger("kvferry.mooncake")
+
+
+@dataclass
+class Attaching:
+    """A request to connect.
+
+    Attributes:
+        ticket: its ticket.
+        blob: what the peer said.
+        until: when nobody waits for it any more, on the monotonic clock.
+    """
+
+    ticket: Ticket
+    blob: Blob
+    until: float
+
+
+@dataclass
+class Writing:
+    """A batch that was checked."""
+
+    ticket: Ticket
+    batch: Batch
+
+
+class Peer:
+    """Does one thing at a time for one peer; what becomes of it is reported from the thread.
+
+    Attributes:
+        unproven: tickets that ended FAILED_UNKNOWN and are not proven quiet yet; the thread's.
+        rebuilds: how many instances were given up after a failure.
+        session: where the peer is written to; "" if it is not attached.
+    """
+
+    def __init__(
+        self,
+        name: PeerId,
+        place: Place,
+        regions: Callable[[], tuple[Region, ...]],
+        report: Callable[[Done], None],
+        unproven: list[Ticket],
+        before: Peer | None,
+    ) -> None:
+        self.name = name
+        self.unproven = unproven
+        self.rebuilds = 0
+        self.session = ""
+        self._place = place
+        self._regions = regions
+        self._report = report
+        self._before = before
+        self._instance: Instance | None = None
+        self._left = False
+        self._inbox: queue.SimpleQueue[Attaching | Writing | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name=f"kvferry-mooncake-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def post(self, work: Attaching | Writing) -> None:
+        """Have it done after what was posted before."""
+        self._inbox.put(work)
+
+    def leave(self) -> None:
+        """Begin nothing more; the thread ends when the library's call that is on has returned."""
+        self._left = True
+        self._inbox.put(None)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the thread's end."""
+        self._thread.join(timeout_s)
+
+    # -- the thread
+
+    def _main(self) -> None:
+        if self._before is not None:
+            self._before.join()  # two instances would have more in flight to the peer than it takes
+            self._before = None
+        while (work := self._inbox.get()) is not None:
+            try:
+                self._attach(work) if isinstance(work, Attaching) else self._write(work)
+            except Exception as error:
+                log.exception("the mooncake engine failed with peer %s", self.name)
+                self._give_up(work, f"the library raised {error!r}", type(error).__name__)
+        self._drop()
+
+    def _attach(self, work: Attaching) -> None:
+        self.session = ""
+        why = self._why_unattached(work)
+        if why:
+            self._report(Done(work.ticket, Outcome.FAILED_QUIET, why, "attach"))
+            return
+        self._prove(work.blob)
+        self.session = work.blob.session
+        self._report(Done(work.ticket, Outcome.LANDED))
+
+    def _why_unattached(self, work: Attaching) -> str:
+        if self._left or time.monotonic() > work.until:
+            return "it was detached" if self._left else "nobody waited for it any more"
+        is_new = self._instance is None
+        try:
+            why = self._why_unreached(work.blob)
+            if why and not is_new:
+                self._drop()  # what it remembers of the session may be of a process that is no more
+                why = self._why_unreached(work.blob)
+        except EngineError as error:
+            return str(error)
+        if why:
+            self._drop()
+        return why
+
+    def _why_unreached(self, blob: Blob) -> str:
+        """Whether the peer answers, and is who it says; raises EngineError."""
+        instance = self._ready()
+        code = instance.probe(blob.session)
+        if code:
+            return f"no Mooncake engine answers at {blob.session} (send_probe returned {code})"
+        read = instance.read(blob.session, blob.nonce_address)
+        if read is None:
+            return f"what answers at {blob.session} has not the memory that the peer named"
+        return "" if blob.is_nonce(read) else f"what answers at {blob.session} is another process than the peer"
+
+    def _write(self, work: Writing) -> None:
+        ticket, batch = work.ticket, work.batch
+        if self._left or not self.session:
+            why = "detached" if self._left else "not attached, or no more since a write to it failed"
+            self._report(Done(ticket, Outcome.FAILED_QUIET, f"peer {self.name} is {why}", "refused"))
+            return
+        if not len(batch):
+            self._report(Done(ticket, Outcome.LANDED))
+            return
+        try:
+            instance = self._ready()
+        except EngineError as error:
+            self._report(Done(ticket, Outcome.FAILED_QUIET, str(error), "register"))
+            return
+        began = time.monotonic()
+        code = instance.write(self.session, batch)
+        if not code:
+            self._report(Done(ticket, Outcome.LANDED))
+            return
+        self._give_up(work, _cause(self.session, batch, time.monotonic() - began), str(code))
+
+    def _give_up(self, work: Attaching | Writing, cause: str, native: str) -> None:
+        """End the instance that failed: it would go on writing, and may never work again."""
+        self.session = ""
+        self._drop()
+        self.rebuilds += 1
+        outcome = Outcome.FAILED_QUIET
+        if isinstance(work, Writing):
+            outcome = Outcome.FAILED_UNKNOWN
+            self.unproven.append(work.ticket)
+        self._report(Done(work.ticket, outcome, cause, native))
+
+    def _prove(self, blob: Blob) -> None:
+        """Say QUIET for what failed before, if that can be shown."""
+        instance = self._instance
+        if not self.unproven or instance is None or not instance.transport == blob.transport == "tcp":
+            return
+        if quiet.is_proven(blob.data_ports, lambda: instance.read(blob.session, blob.nonce_address) is not None):
+            proven, self.unproven[:] = list(self.unproven), []
+            for ticket in proven:
+                self._report(Done(ticket, Outcome.QUIET))
+
+    def _ready(self) -> Instance:
+        """The instance, with the memory registered that counts now; raises EngineError."""
+        if self._instance is None:
+            self._instance = Instance(self._place)
+        self._instance.register(self._regions())
+        return self._instance
+
+    def _drop(self) -> None:
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            instance.close()
+
+
+def _cause(session: str, batch: Batch, seconds: float) -> str:
+    return (
+        f"Mooncake's batch_transfer_sync_write of {len(batch)} rows to {session} failed after {seconds:.2f} s; it does "
+        "not say why: the peer may be gone, stopped or slow, or the rows outside of what it has registered"
+    )

@@ -1,0 +1,86 @@
+"""The library's sockets, seen from outside: it says nothing of them itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_FIN_WAIT1, _LAST_ACK, _CLOSING = "04", "09", "0B"
+_NOT_ACKNOWLEDGED = {_FIN_WAIT1, _LAST_ACK, _CLOSING}
+_NO_OWNER = "0"
+
+
+def listening_ports() -> set[int]:
+    """The TCP ports that this process listens on."""
+    return {port for port, _ in _listeners()}
+
+
+def wake_listener(port: int) -> None:
+    """Let the accept loop of a listener of this process go round without waiting.
+
+    The destructor of the library's engine waits for its accept loop, which looks up once in a second, and holds
+    Python's lock meanwhile: all threads of the process would stand still. The listener is made non-blocking, and a
+    connection that is closed at once ends the wait that is on.
+    """
+    for found, listener in _listeners():
+        if found == port:
+            listener.setblocking(False)  # its descriptor is a duplicate; the flag is the socket's
+            host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+            with contextlib.suppress(OSError):
+                socket.create_connection((host, port), 1.0).close()
+
+
+def unacknowledged(ports: Collection[int]) -> bool | None:
+    """Whether bytes of closed connections to these ports of any host are still under way in this system's kernel.
+
+    A connection whose end the other system has acknowledged has had all its bytes acknowledged.
+
+    Returns:
+        None where the kernel does not say.
+    """
+    try:
+        lines = [line.split() for table in _TABLES for line in _read(table)]
+    except OSError:
+        return None
+    return any(
+        state in _NOT_ACKNOWLEDGED and inode == _NO_OWNER and int(remote.rpartition(":")[2], 16) in ports
+        for _, _, remote, state, _, _, _, _, _, inode, *_ in lines
+    )
+
+
+def _read(table: str) -> list[str]:
+    path = Path(table)
+    # a system without IPv6 has one table only
+    return path.read_text(encoding="ascii").splitlines()[1:] if path.exists() or table == _TABLES[0] else []
+
+
+def _listeners() -> Iterator[tuple[int, socket.socket]]:
+    """Port and a duplicate of each listening TCP socket of this process; closed when the next one is asked for."""
+    for name in os.listdir("/proc/self/fd"):
+        each = _duplicate(int(name))
+        if each is not None:
+            with each:
+                if each.family in {socket.AF_INET, socket.AF_INET6} and _listens(each):
+                    yield int(each.getsockname()[1]), each
+
+
+def _duplicate(fd: int) -> socket.socket | None:
+    try:
+        copy = os.dup(fd)
+    except OSError:  # closed meanwhile
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # no socket
+        os.close(copy)
+        return None
+
+
+def _listens(each: socket.socket) -> bool:
+    with contextlib.suppress(OSError):
+        return each.type == socket.SOCK_STREAM and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False

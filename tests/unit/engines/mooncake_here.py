@@ -1,0 +1,14 @@
+"""Whether Mooncake can be tested on this machine."""
+
+import pytest
+
+from kvferry.engines.mooncake.library import engine_class
+from kvferry.errors import EngineUnavailable
+
+
+def need_mooncake():
+    """Skip a test file whose library is not installed; the reason is the install line."""
+    try:
+        engine_class()
+    except EngineUnavailable as error:
+        pytest.skip(str(error), allow_module_level=True)
