@@ -1,0 +1,483 @@
+"""What the engine suite does not show of Mooncake: refusals, failures and their proofs, and what they cost others."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from mooncake_here import need_mooncake
+
+from kvferry.engines import find
+from kvferry.engines.grants import GrantTable
+from kvferry.engines.mooncake import MooncakeEngine, blob, instance, library, tryout
+from kvferry.engines.mooncake.options import DEFAULT_TIMEOUT_S, parse
+from kvferry.engines.seam import Batch, EngineConfig, Outcome, Region
+from kvferry.errors import ConfigError, EngineError, EngineUnavailable
+from kvferry.ids import PeerId
+from kvferry.plan.batch import Limits
+from kvferry.testing.suite import EngineSuite
+
+need_mooncake()
+
+MIB = 1 << 20
+FAST = {"timeout_s": "5"}
+
+
+class Suite(EngineSuite):
+    """The engine suite's pair and processes."""
+
+    __test__ = False
+    engine_name = "mooncake"
+    options = FAST
+
+    @property
+    def engine(self):
+        return self.pair.writer.engine
+
+    def submit(self, process, rows=16, row_bytes=MIB, first=0):
+        """Rows of the writer's pool to the process's pool, one after the other from byte `first` on."""
+        offsets = np.arange(rows, dtype=np.uint64) * np.uint64(row_bytes)
+        src = np.full(rows, self.pair.writer.address, np.uint64) + offsets % np.uint64(4 * MIB)
+        dst = offsets + np.uint64(process.address + first)
+        return self.engine.submit(process.peer, Batch(src, dst, np.full(rows, row_bytes, np.uint64), rows * row_bytes))
+
+    def quiet(self, ticket, limit_s=20.0):
+        """Wait until the writer says QUIET for a ticket."""
+        return self.pair.settle(ticket, limit_s).outcome is Outcome.QUIET
+
+
+def memory_of(process):
+    """A process's pool, read from outside, so that it may be stopped."""
+    with Path(f"/proc/{process._process.pid}/mem").open("rb", 0) as memory:
+        memory.seek(process.address)
+        return memory.read(process.nbytes)
+
+
+@pytest.fixture
+def suite():
+    made = Suite()
+    made.setup_method()
+    yield made
+    for process in made._processes:
+        process.go_on()
+    made.teardown_method()
+
+
+@pytest.fixture
+def attached(suite):
+    """The suite, and a process of 16 MiB that its writer is attached to."""
+    process = suite.spawn(16 * MIB)
+    assert suite.settled_attach(process).outcome is Outcome.LANDED
+    return suite, process
+
+
+# options and environment
+
+
+def test_options_have_defaults_and_an_unknown_one_is_refused_with_the_known_names(monkeypatch):
+    monkeypatch.delenv("MC_TRANSFER_TIMEOUT", raising=False)
+    assert parse({}) == ("tcp", "", 0, DEFAULT_TIMEOUT_S)
+    with pytest.raises(ConfigError, match=r"no option 'device'.*'protocol', 'devices', 'device_index', 'timeout_s'"):
+        parse({"device": "mlx5_0"})
+
+
+@pytest.mark.parametrize("text", ["4", "x", "-1", "3601", "5.5"])
+def test_a_timeout_that_the_library_would_not_take_is_refused(text):
+    with pytest.raises(ConfigError, match=r"'timeout_s'.*5 to 3600"):
+        parse({"timeout_s": text})
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("60", 60), ("2", 5), ("soon", DEFAULT_TIMEOUT_S)])
+def test_the_librarys_own_variable_is_the_default(given, seconds, monkeypatch):
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", given)
+    assert parse({}).timeout_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"devices": "mlx5_0"}, "mlx5_0"),
+        ({"devices": " mlx5_0, mlx5_1 ,"}, "mlx5_0,mlx5_1"),
+        ({"devices": "mlx5_0+mlx5_1"}, "mlx5_0,mlx5_1"),
+        ({"devices": '{"0": "mlx5_0", "3": "mlx5_3,mlx5_4"}', "device_index": "3"}, "mlx5_3,mlx5_4"),
+    ],
+)
+def test_devices_are_a_name_a_list_or_a_table_by_accelerator(options, names):
+    assert parse(options).devices == names
+
+
+@pytest.mark.parametrize(
+    ("devices", "why"), [("{", "no JSON"), ('{"1": "a"}', r"index 0 \(it has 1"), ("{}", "has none")]
+)
+def test_devices_that_say_nothing_for_this_process_are_refused(devices, why):
+    with pytest.raises(ConfigError, match=why):
+        parse({"devices": devices})
+
+
+@pytest.mark.parametrize(("name", "value"), [("MC_TCP_PROTO", "1"), ("MC_TCP_SLICE_SIZE", "4096")])
+def test_settings_under_which_outcomes_would_not_be_true_are_refused(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=name):
+        MooncakeEngine().open(EngineConfig(PeerId(1), GrantTable()))
+
+
+def test_a_host_without_an_address_of_this_machine_can_not_be_reached(suite):
+    elsewhere = MooncakeEngine()
+    elsewhere.open(EngineConfig(PeerId(7), GrantTable(), advertise_host="192.0.2.1", options=FAST))
+    said = msgspec.msgpack.decode(elsewhere.describe())
+    assert said["session"].startswith("192.0.2.1:")
+    elsewhere.close()
+
+
+def test_the_transport_is_what_the_library_uses_not_what_was_asked_for(monkeypatch):
+    engine = MooncakeEngine()
+    engine.open(EngineConfig(PeerId(1), GrantTable(), options={"protocol": "rdma", **FAST}))
+    if not instance.network_devices():
+        assert engine.info()["transport"] == "tcp"
+    assert engine.info()["protocol_asked_for"] == "rdma"
+    engine.close()
+    monkeypatch.setattr(instance, "network_devices", lambda: ["mlx5_0"])
+    for forced, transport in (("1", "tcp"), (None, "rdma")):
+        monkeypatch.setenv("MC_FORCE_TCP", "1") if forced else monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+        made = instance.Instance(instance.Place("127.0.0.1", "tcp", ""))
+        assert (made.transport, made.network_devices) == (transport, ["mlx5_0"])
+        made.close()
+
+
+# life
+
+
+def test_an_engine_that_is_not_open_says_so_and_opens_once():
+    engine = MooncakeEngine()
+    engine.close()
+    with pytest.raises(EngineError, match="not open"):
+        engine.describe()
+    config = EngineConfig(PeerId(1), GrantTable(), options=FAST)
+    engine.open(config)
+    with pytest.raises(EngineError, match="open already"):
+        engine.open(config)
+    engine.close()
+    with pytest.raises(EngineError, match="not open"):
+        engine.poll(0)
+
+
+def test_closing_does_not_stop_pythons_threads_for_the_second_that_the_library_would_wait():
+    seconds = []
+    for _ in range(7):
+        made = instance.Instance(instance.Place("127.0.0.1", "tcp", ""))
+        time.sleep(0.01)
+        began = time.monotonic()
+        made.close()
+        seconds.append(time.monotonic() - began)
+    assert sorted(seconds)[3] < 0.5
+
+
+def test_a_process_that_never_closed_its_engine_ends_with_0():
+    code = (
+        "from kvferry.engines import find; from kvferry.engines.seam import EngineConfig\n"
+        "from kvferry.ids import PeerId; from kvferry.engines.grants import GrantTable\n"
+        "engine = find.load('mooncake'); engine.open(EngineConfig(PeerId(1), GrantTable()))\n"
+        "engine.attach(PeerId(1), engine.describe()); print(engine.poll(5)[0].outcome.value)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "landed\n"), ended.stderr
+
+
+def test_memory_does_not_grow_with_peers_that_come_and_go(suite):
+    sizes = []
+    for _ in range(200):
+        assert suite.pair.attach().outcome is Outcome.LANDED
+        assert suite.pair.write(suite.pair.batch([0], [0], [10])).outcome is Outcome.LANDED
+        suite.engine.detach(suite.pair.target.me)
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    assert sizes[-1] - sizes[99] < 4 * MIB, sizes[::20]
+
+
+# registration
+
+
+def test_a_region_that_can_not_be_registered_is_named_and_leaves_none(suite):
+    engine, end = suite.engine, suite.pair.writer
+    twice = [Region(end.address, MIB), Region(end.address, MIB)]
+    with pytest.raises(EngineError, match=rf"region 1, {MIB} bytes at {end.address:#x}: it overlaps.*\[-7\]"):
+        engine.register(twice)
+    assert suite.pair.attach().outcome is Outcome.LANDED
+    assert suite.pair.write(suite.pair.batch([0], [0], [10])).outcome is Outcome.FAILED_QUIET
+    engine.register([Region(end.address, MIB)])
+    assert suite.pair.write(suite.pair.batch([0], [0], [10])).outcome is Outcome.LANDED
+
+
+@pytest.mark.parametrize(
+    ("region", "why"),
+    [
+        (Region(0, 10), "region 0, 10 bytes at 0x0, is no memory"),
+        (Region(4096, -1), "is no memory"),
+        (Region((1 << 64) - 5, 10), "is no memory"),
+        (Region(4096, 10, 0), "region 0 lies on device 0"),
+    ],
+)
+def test_what_is_no_memory_of_this_host_is_not_registered(suite, region, why):
+    with pytest.raises(EngineError, match=why):
+        suite.engine.register([region])
+
+
+def test_registering_replaces_also_for_peers_that_are_attached(suite):
+    assert suite.pair.attach().outcome is Outcome.LANDED
+    other = np.full(MIB, 77, np.uint8)
+    suite.engine.register([Region(other.ctypes.data, MIB), Region(other.ctypes.data, 0)])
+    assert suite.pair.write(suite.pair.batch([0], [0], [10])).outcome is Outcome.FAILED_QUIET
+    src, dst = np.array([other.ctypes.data], np.uint64), np.array([suite.pair.target.address], np.uint64)
+    done = suite.pair.write(Batch(src, dst, np.array([10], np.uint64), 10))
+    assert done.outcome is Outcome.LANDED
+    assert (suite.pair.target.pool[:10] == 77).all()
+
+
+# blobs
+
+
+def changed(raw, **values):
+    return msgspec.msgpack.encode({**msgspec.msgpack.decode(raw), **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"version": 2}, "version 2, this side speaks 1"),
+        ({"incarnation": 8}, "the blob is of process 0000000000000008"),
+        ({"nonce_digest": b"x" * 32}, "another process than the peer"),
+        ({"nonce_address": 4096}, "has not the memory that the peer named"),
+        ({"session": "127.0.0.1:9"}, "no Mooncake engine answers at 127.0.0.1:9"),
+        ({"session": "no-such-host.invalid:9"}, "no Mooncake engine answers"),
+        ({"session": 7}, "not a blob of the mooncake engine"),
+        ({"data_ports": [0]}, "not a blob of the mooncake engine"),
+    ],
+)
+def test_a_blob_of_another_version_process_or_session_is_refused_with_the_reason(suite, values, why):
+    good = suite.pair.target.engine.describe()
+    peer = suite.pair.target.me
+    done = suite.pair.settle(suite.engine.attach(peer, changed(good, **values)))
+    assert done.outcome is Outcome.FAILED_QUIET
+    assert why in done.cause
+    assert suite.pair.write(suite.pair.batch([0], [0], [10])).outcome is Outcome.FAILED_QUIET
+    assert suite.pair.attach().outcome is Outcome.LANDED
+    assert suite.pair.write(suite.pair.batch([0], [0], [10])).outcome is Outcome.LANDED
+
+
+def test_a_blob_is_small(suite):
+    assert len(suite.engine.describe()) <= blob.MAX_BLOB_BYTES // 64
+
+
+def test_a_peer_that_was_restarted_is_another_session_and_the_old_blob_is_refused(attached):
+    suite, first = attached
+    first.kill()
+    second = suite.spawn(16 * MIB)
+    assert suite.settled_attach(first).outcome is Outcome.FAILED_QUIET
+    stale = changed(first.blob, session=msgspec.msgpack.decode(second.blob)["session"])
+    done = suite.pair.settle(suite.engine.attach(first.peer, stale))
+    assert done.outcome is Outcome.FAILED_QUIET
+    assert suite.settled_attach(second).outcome is Outcome.LANDED
+    assert suite.write_to(second).outcome is Outcome.LANDED
+
+
+# failures and their proofs
+
+
+def test_rows_outside_of_what_the_target_has_registered_fail_and_become_quiet(attached):
+    suite, process = attached
+    ticket = suite.submit(process, 4, first=process.nbytes - MIB)
+    done = suite.pair.settle(ticket)
+    assert (done.outcome, done.native) == (Outcome.FAILED_UNKNOWN, "-1")
+    assert "batch_transfer_sync_write of 4 rows" in done.cause
+    refused = suite.write_to(process)
+    assert refused.outcome is Outcome.FAILED_QUIET
+    assert "since a write to it failed" in refused.cause
+    again = suite.engine.attach(process.peer, process.blob)
+    assert suite.quiet(ticket)
+    assert suite.pair.settle(again).outcome is Outcome.LANDED
+    assert suite.write_to(process).outcome is Outcome.LANDED
+    assert suite.engine.info()["rebuilds"] == 1
+    assert suite.engine.info()["unproven"] == 0
+
+
+def test_a_peer_that_is_killed_under_a_batch_costs_that_batch(attached):
+    suite, process = attached
+    other = suite.pair
+    assert other.attach().outcome is Outcome.LANDED
+    tickets = [suite.submit(process) for _ in range(20)]
+    time.sleep(0.02)
+    process.kill()
+    outcomes = [other.settle(ticket).outcome for ticket in tickets]
+    failed = outcomes.index(Outcome.FAILED_UNKNOWN)
+    assert set(outcomes[:failed]) <= {Outcome.LANDED}
+    assert set(outcomes[failed + 1 :]) <= {Outcome.FAILED_QUIET}
+    assert other.write(other.batch([0], [0], [10])).outcome is Outcome.LANDED
+
+
+def test_destroying_the_instance_of_a_stopped_peer_proves_nothing(attached):
+    """Why there is no QUIET yet: its rows lie in the kernel, and the peer writes them when it goes on."""
+    suite, process = attached
+    process.stop()
+    began = time.monotonic()
+    done = suite.pair.settle(suite.submit(process), 30)
+    assert done.outcome is Outcome.FAILED_UNKNOWN
+    assert time.monotonic() - began >= 5
+    time.sleep(1)
+    before = memory_of(process)
+    process.go_on()
+    time.sleep(1)
+    assert memory_of(process) != before
+
+
+def test_a_stopped_peer_is_quiet_only_after_it_went_on_and_then_nothing_lands(attached):
+    """Its pool is read from outside at the moment of QUIET, and compared after some seconds."""
+    suite, process = attached
+    other = suite.pair
+    assert other.attach().outcome is Outcome.LANDED
+    process.stop()
+    ticket = suite.submit(process)
+    assert other.write(other.batch([0], [0], [10])).outcome is Outcome.LANDED
+    assert other.settle(ticket, 30).outcome is Outcome.FAILED_UNKNOWN
+    again = suite.engine.attach(process.peer, process.blob)
+    with pytest.raises(TimeoutError):
+        other.settle(ticket, 2)
+    assert other.write(other.batch([0], [0], [10])).outcome is Outcome.LANDED
+    process.go_on()
+    assert suite.quiet(ticket)
+    before = memory_of(process)
+    assert other.settle(again).outcome is Outcome.LANDED
+    time.sleep(3)
+    assert memory_of(process) == before
+    assert suite.write_to(process).outcome is Outcome.LANDED
+
+
+def test_attaching_to_a_stopped_peer_ends_in_time_and_works_when_it_went_on(suite, monkeypatch):
+    monkeypatch.setattr("kvferry.engines.mooncake.engine.ATTACH_S", -4.0)
+    process = suite.spawn(MIB)
+    process.stop()
+    done = suite.settled_attach(process)
+    assert (done.outcome, done.native) == (Outcome.FAILED_QUIET, "deadline")
+    assert "no answer within 1 s" in done.cause
+    monkeypatch.undo()
+    ticket = suite.engine.attach(process.peer, process.blob)
+    process.go_on()
+    assert suite.pair.settle(ticket).outcome is Outcome.LANDED
+    assert suite.write_to(process).outcome is Outcome.LANDED
+
+
+def test_an_instance_that_was_wedged_by_too_many_rows_is_replaced(attached, monkeypatch):
+    """What the limit protects from; the rows that are written after the failure end with the instance."""
+    suite, process = attached
+    monkeypatch.setattr(suite.engine, "limits", Limits(16384, 64 * MIB))
+    ticket = suite.submit(process, 16384, 1024)
+    assert suite.pair.settle(ticket, 30).outcome is Outcome.FAILED_UNKNOWN
+    again = suite.engine.attach(process.peer, process.blob)
+    assert suite.quiet(ticket)
+    before = memory_of(process)
+    assert suite.pair.settle(again).outcome is Outcome.LANDED
+    time.sleep(2)
+    assert memory_of(process) == before
+    assert suite.pair.settle(suite.submit(process, 1024, 4096)).outcome is Outcome.LANDED
+
+
+def test_without_the_kernels_word_there_is_no_proof(attached, monkeypatch):
+    suite, process = attached
+    monkeypatch.setattr("kvferry.engines.mooncake.quiet.unacknowledged", lambda _: None)
+    ticket = suite.submit(process, 4, first=process.nbytes - MIB)
+    assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
+    assert suite.settled_attach(process).outcome is Outcome.LANDED
+    assert suite.engine.info()["unproven"] == 1
+    with pytest.raises(TimeoutError):
+        suite.pair.settle(ticket, 0.5)
+
+
+def test_closing_while_a_call_is_blocked_takes_two_seconds_and_the_thread_ends_later(attached):
+    suite, process = attached
+    process.stop()
+    suite.submit(process)
+    peer = suite.engine._peers[process.peer]
+    time.sleep(0.1)
+    began = time.monotonic()
+    suite.engine.close()
+    assert 1.5 < time.monotonic() - began < 5
+    assert peer.alive
+    process.go_on()
+    peer.join(10)
+    assert not peer.alive
+
+
+def test_a_batch_that_waits_behind_another_is_refused_when_its_peer_is_detached(attached):
+    suite, process = attached
+    process.stop()
+    tickets = [suite.submit(process) for _ in range(3)]
+    time.sleep(0.1)
+    suite.engine.detach(process.peer)
+    process.go_on()
+    outcomes = [suite.pair.settle(ticket).outcome for ticket in tickets]
+    assert outcomes == [Outcome.LANDED, Outcome.FAILED_QUIET, Outcome.FAILED_QUIET]
+
+
+def test_whatever_the_library_raises_concerns_one_peer(attached, monkeypatch):
+    suite, process = attached
+    monkeypatch.setattr(instance.Instance, "write", lambda *_: 1 / 0)
+    done = suite.write_to(process)
+    assert (done.outcome, done.native) == (Outcome.FAILED_UNKNOWN, "ZeroDivisionError")
+    monkeypatch.undo()
+    assert suite.settled_attach(process).outcome is Outcome.LANDED
+    assert suite.write_to(process).outcome is Outcome.LANDED
+
+
+# the library, and trying it out
+
+
+def test_a_library_that_is_not_installed_is_said_with_the_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(EngineUnavailable, match=r"can't be imported.*pip install --no-deps mooncake.*libnuma1"):
+        find.load("mooncake")
+    monkeypatch.setitem(library.DEBIAN, "libnothing.so.7", "libnothing7")
+    with pytest.raises(EngineUnavailable, match="Debian packages are missing: libnothing7"):
+        find.load("mooncake")
+    assert find.load("local").name == "local"
+
+
+def test_the_try_out_writes_into_another_process():
+    found = {finding.key: finding for finding in tryout.tryout()}
+    assert list(found) == ["version", "debian_packages", "rdma_devices", "transfer"]
+    assert found["transfer"].works, found["transfer"].text
+    assert found["debian_packages"].works
+    assert found["version"].value in library.WHEEL
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        ({"_command": lambda *_: ["false"]}, "ended without an answer"),
+        ({"_command": lambda *_: ["no-such-command"]}, "could not be tried"),
+    ],
+)
+def test_a_try_out_that_fails_is_a_reason(spoil, why, monkeypatch):
+    for name, value in spoil.items():
+        monkeypatch.setattr(tryout, name, value)
+    found = tryout.tryout()[-1]
+    assert not found.works
+    assert why in found.text
+
+
+def test_bytes_that_do_not_arrive_are_found(monkeypatch):
+    record = tryout._record
+    monkeypatch.setattr(
+        tryout, "_record", lambda line: {**record(line), **({"bytes": "00"} if b"bytes" in line else {})}
+    )
+    assert "not those that arrived" in tryout.tryout()[-1].text
+
+
+def test_packages_and_devices_are_told(monkeypatch):
+    monkeypatch.setitem(library.DEBIAN, "libnothing.so.7", "libnothing7")
+    monkeypatch.setattr(tryout, "network_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(tryout, "_transfer", lambda: None)
+    _, packages, devices, _ = tryout.tryout()
+    assert (packages.works, packages.text) == (False, "missing: apt-get install libnothing7")
+    assert (devices.value, "mlx5_0" in devices.text) == (1, True)
