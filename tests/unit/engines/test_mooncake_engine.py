@@ -338,7 +338,7 @@ def test_a_stopped_peer_is_quiet_only_after_it_went_on_and_then_nothing_lands(at
     other = suite.pair
     assert other.attach().outcome is Outcome.LANDED
     process.stop()
-    ticket = suite.submit(process)
+    ticket = suite.submit(process, 4, 4 * MIB)
     assert other.write(other.batch([0], [0], [10])).outcome is Outcome.LANDED
     assert other.settle(ticket, 30).outcome is Outcome.FAILED_UNKNOWN
     again = suite.engine.attach(process.peer, process.blob)
@@ -352,6 +352,16 @@ def test_a_stopped_peer_is_quiet_only_after_it_went_on_and_then_nothing_lands(at
     time.sleep(3)
     assert memory_of(process) == before
     assert suite.write_to(process).outcome is Outcome.LANDED
+
+
+def test_what_failed_in_one_epoch_is_proven_in_the_next(attached):
+    suite, process = attached
+    ticket = suite.submit(process, 4, first=process.nbytes - MIB)
+    assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
+    suite.engine.detach(process.peer)
+    again = suite.engine.attach(PeerId(process.peer.incarnation, 1), process.blob)
+    assert suite.quiet(ticket)
+    assert suite.pair.settle(again).outcome is Outcome.LANDED
 
 
 def test_attaching_to_a_stopped_peer_ends_in_time_and_works_when_it_went_on(suite, monkeypatch):

@@ -21,7 +21,7 @@ from kvferry.engines.mooncake.quiet import LIMITS
 from kvferry.engines.rows import why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
 from kvferry.errors import EngineError, WireError
-from kvferry.ids import PeerId
+from kvferry.ids import Incarnation, PeerId
 from kvferry.plan.batch import Batch
 
 ATTACH_S = 5.0
@@ -61,7 +61,7 @@ class MooncakeEngine:
         self._regions: tuple[Region, ...] = ()
         self._peers: dict[PeerId, Peer] = {}
         self._leaving: list[Peer] = []
-        self._unproven: dict[PeerId, list[Ticket]] = {}
+        self._unproven: dict[Incarnation, list[Ticket]] = {}
         self._attaching: dict[Ticket, float] = {}
         self._given_up: set[Ticket] = set()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
@@ -221,7 +221,7 @@ class MooncakeEngine:
 
     def _new(self, name: PeerId) -> Peer:
         before = next((each for each in self._leaving if each.name == name and each.alive), None)
-        unproven = self._unproven.setdefault(name, [])
+        unproven = self._unproven.setdefault(name.incarnation, [])
         return Peer(name, self._place, lambda: self._regions, self._done.put, unproven, before)
 
     def _collected(self) -> list[Done]:

@@ -7,6 +7,7 @@ peer only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -52,7 +53,8 @@ class Peer:
     """Does one thing at a time for one peer; what becomes of it is reported from the thread.
 
     Attributes:
-        unproven: tickets that ended FAILED_UNKNOWN and are not proven quiet yet; the thread's.
+        unproven: tickets that ended FAILED_UNKNOWN, whose instance is destroyed, and which are not proven quiet yet;
+            one list for all epochs of a process, since what proves one proves all.
         rebuilds: how many instances were given up after a failure.
         session: where the peer is written to; "" if it is not attached.
     """
@@ -182,13 +184,14 @@ class Peer:
 
     def _prove(self, blob: Blob) -> None:
         """Say QUIET for what failed before, if that can be shown."""
-        instance = self._instance
-        if not self.unproven or instance is None or not instance.transport == blob.transport == "tcp":
+        instance, tickets = self._instance, list(self.unproven)  # a later one is not covered by the proof
+        if not tickets or instance is None or not instance.transport == blob.transport == "tcp":
             return
         if quiet.is_proven(blob.data_ports, lambda: instance.read(blob.session, blob.nonce_address) is not None):
-            proven, self.unproven[:] = list(self.unproven), []
-            for ticket in proven:
-                self._report(Done(ticket, Outcome.QUIET))
+            for ticket in tickets:
+                with contextlib.suppress(ValueError):  # another epoch's thread has proven it meanwhile
+                    self.unproven.remove(ticket)
+                    self._report(Done(ticket, Outcome.QUIET))
 
     def _ready(self) -> Instance:
         """The instance, with the memory registered that counts now; raises EngineError."""
