@@ -491,3 +491,33 @@ def test_packages_and_devices_are_told(monkeypatch):
     _, packages, devices, _ = tryout.tryout()
     assert (packages.works, packages.text) == (False, "missing: apt-get install libnothing7")
     assert (devices.value, "mlx5_0" in devices.text) == (1, True)
+
+
+# settings that count for the whole process
+
+ALONE = """
+import sys
+from kvferry.engines import find
+from kvferry.engines.seam import EngineConfig, Outcome
+from kvferry.engines.grants import GrantTable
+from kvferry.ids import PeerId
+
+host, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+engines = [find.load("mooncake") for _ in range(2)]
+for number, engine in enumerate(engines):
+    engine.open(EngineConfig(PeerId(number), GrantTable(), advertise_host=host, data_ports=(first, last)))
+engines[0].attach(PeerId(1), engines[1].describe())
+print(engines[0].poll(10)[0].outcome.value, *[engine.info()["session"] for engine in engines])
+"""
+
+
+@pytest.mark.parametrize(("host", "ports"), [("::1", (0, 0)), ("[::1]", (0, 0)), ("127.0.0.1", (23100, 23140))])
+def test_addresses_by_ipv6_and_a_range_of_ports(host, ports):
+    command = [sys.executable, "-c", ALONE, host, *map(str, ports)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    outcome, *sessions = ended.stdout.split()
+    assert outcome == "landed", ended.stderr
+    for session in sessions:
+        name, _, port = session.rpartition(":")
+        assert name == ("127.0.0.1" if ports[0] else "[::1]")
+        assert not ports[0] or ports[0] <= int(port) <= ports[1]

@@ -36,7 +36,8 @@ class MooncakeEngine:
     Options: `protocol` ("tcp", "rdma", ...) is handed to the library, which does not heed it: it takes RDMA if it finds
     devices for that and MC_FORCE_TCP is unset, else TCP; `info` says which. `devices`: the network devices that it may
     use, and `device_index` (see `options`). `timeout_s`: after how many seconds a transfer is given up, 5 or more; 10
-    unless MC_TRANSFER_TIMEOUT says otherwise. It is one setting for the process.
+    unless MC_TRANSFER_TIMEOUT says otherwise. It is one setting for the process, as are the range of ports and whether
+    addresses are IPv6, which the first engine of the process decides.
 
     LANDED: the blocking call returned 0, so that the target has acknowledged each row after writing it.
     FAILED_QUIET: only what was refused before the library saw it. All else is FAILED_UNKNOWN: the library goes on
@@ -55,7 +56,7 @@ class MooncakeEngine:
     limits = LIMITS
 
     def __init__(self) -> None:
-        library.engine_class()
+        library.check_installed()
         self._tickets = itertools.count(1)
         self._sources = Intervals.none()
         self._regions: tuple[Region, ...] = ()
@@ -74,6 +75,7 @@ class MooncakeEngine:
         Raises:
             ConfigError: an option is unknown or has a value that isn't, or the environment has a setting under which
                 outcomes would not be true.
+            EngineUnavailable: the library can't be imported.
             EngineError: it is open already, or the library can't start.
         """
         if self._serving is not None:

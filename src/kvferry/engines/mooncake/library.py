@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
+import importlib.util
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 from kvferry.errors import ConfigError, EngineUnavailable
 
@@ -20,20 +21,34 @@ SLICE_BYTES = 64 << 10
 """The library's default for MC_TCP_SLICE_SIZE: what a target reads from one connection before it turns to the next."""
 
 
-def engine_class() -> Any:
-    """Import the library, which starts threads, and return its class TransferEngine.
+def check_installed() -> None:
+    """Look whether the library can be imported, without doing so: it reads its settings while it is.
 
     Raises:
         EngineUnavailable: it is not installed, or a library that it needs is missing; says which.
     """
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it is read once, when the library makes its first engine
+    lacking = missing_packages()
+    if lacking:
+        _unavailable(f"these Debian packages are missing: {', '.join(lacking)}")
+    try:
+        found = importlib.util.find_spec("mooncake.engine")
+    except ImportError as error:
+        _unavailable(str(error))
+    if found is None:
+        _unavailable("there is no module mooncake.engine")
+
+
+def engine_class() -> Any:
+    """Import the library, which starts threads, and return its class TransferEngine; raises EngineUnavailable."""
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:
-        lacking = missing_packages()
-        why = f"these Debian packages are missing: {', '.join(lacking)}" if lacking else str(error)
-        raise EngineUnavailable(f"Mooncake's transfer engine can't be imported: {why}", hint=INSTALL) from error
+        _unavailable(str(error))
     return TransferEngine
+
+
+def _unavailable(why: str) -> NoReturn:
+    raise EngineUnavailable(f"Mooncake's transfer engine can't be imported: {why}", hint=INSTALL)
 
 
 def missing_packages() -> list[str]:
@@ -61,15 +76,16 @@ def check_environment() -> None:
         raise ConfigError(f"MC_TCP_SLICE_SIZE is {text}, below {SLICE_BYTES}", hint="unset it")
 
 
-def set_environment(timeout_s: int | None, ports: tuple[int, int], *, ipv6: bool) -> None:
-    """Hand settings to the library, which reads them from the environment of the process.
+def set_environment(timeout_s: int, ports: tuple[int, int], *, ipv6: bool) -> None:
+    """Hand settings to the library by the environment of the process; all but the time only before it is imported.
 
     Args:
-        timeout_s: after how many seconds a transfer is given up; None leaves what is there.
+        timeout_s: after how many seconds a transfer is given up.
         ports: (first, last) port that its engines listen on; (0, 0) leaves what is there.
         ipv6: whether addresses are IPv6; the library can't have both in one process.
     """
-    wanted = {"MC_TRANSFER_TIMEOUT": str(timeout_s)} if timeout_s is not None else {}
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    wanted = {"MC_TRANSFER_TIMEOUT": str(timeout_s)}
     if ports != (0, 0):
         wanted |= {"MC_MIN_RPC_PORT": str(ports[0]), "MC_MAX_RPC_PORT": str(ports[1])}
     if ipv6:
