@@ -1,4 +1,4 @@
-"""The Mooncake engine: one instance of the library that peers write to, and one per peer that is written to."""
+"""The Mooncake engine: an instance of the library for each peer, on the side that writes and on the other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy as np
 from kvferry.engines.findings import Finding
 from kvferry.engines.intervals import Intervals
 from kvferry.engines.mooncake import library
-from kvferry.engines.mooncake.blob import VERSION, Blob, decode, encode
-from kvferry.engines.mooncake.instance import Instance, Place
+from kvferry.engines.mooncake.blob import decode, encode
+from kvferry.engines.mooncake.instance import Place
 from kvferry.engines.mooncake.options import Options, parse
 from kvferry.engines.mooncake.peer import Attaching, Peer, Writing
 from kvferry.engines.mooncake.quiet import LIMITS
+from kvferry.engines.mooncake.serving import MAIN, Serving
 from kvferry.engines.rows import why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
 from kvferry.errors import EngineError, WireError
@@ -45,14 +46,15 @@ class MooncakeEngine:
     to be attached again. QUIET follows with that attachment, by TCP only (see `quiet`); not as long as the target is
     stopped, and not when it is gone.
 
-    A fence proves nothing here: the library's target does not tell writers apart. It listens on all interfaces,
-    whatever `bind_host` is, and whoever reaches its ports may read and write all registered memory.
+    A fence shuts the whole peer out at once, whatever claim it is asked for and whether or not its process is stopped:
+    each connection is told (`personal`) of an instance of its own, which is destroyed. The library listens on all
+    interfaces, whatever `bind_host` is, and whoever reaches its ports may read and write all registered memory.
     A call that is blocked can't be ended: `close` waits for 2 s, then leaves that peer's thread, a daemon, to itself;
     the thread ends when the call returns, a minute later at most, and keeps its instance until then.
     """
 
     name = "mooncake"
-    caps = Caps.NONE
+    caps = Caps.FENCE
     limits = LIMITS
 
     def __init__(self) -> None:
@@ -66,11 +68,11 @@ class MooncakeEngine:
         self._attaching: dict[Ticket, float] = {}
         self._given_up: set[Ticket] = set()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-        self._serving: Instance | None = None
+        self._serving: Serving | None = None
         self._options = Options()
 
     def open(self, config: EngineConfig) -> None:
-        """Start the instance that peers write to.
+        """Start an instance that peers can write to.
 
         Raises:
             ConfigError: an option is unknown or has a value that isn't, or the environment has a setting under which
@@ -84,9 +86,8 @@ class MooncakeEngine:
         library.check_environment()
         host = config.advertise_host.strip("[]")
         library.set_environment(self._options.timeout_s, config.data_ports, ipv6=":" in host)
-        self._me = config.me
         self._place = Place(host, self._options.protocol, self._options.devices)
-        self._serving = Instance(self._place)
+        self._serving = Serving(self._place, config.me.incarnation)
 
     def register(self, regions: Sequence[Region]) -> None:
         """Replace the memory that batches are read from and that peers may write to.
@@ -108,20 +109,12 @@ class MooncakeEngine:
         self._sources = Intervals.merged(starts, starts + np.array([region.nbytes for region in wanted], np.uint64))
 
     def describe(self) -> bytes:
-        """The blob that peers hand to `attach`."""
-        serving = self._opened()
-        return encode(
-            Blob(
-                version=VERSION,
-                session=serving.session,
-                incarnation=self._me.incarnation,
-                nonce_address=serving.page_address,
-                nonce_digest=serving.page_digest,
-                data_ports=serving.data_ports,
-                transport=serving.transport,
-                library=library.version(),
-            )
-        )
+        """The blob that peers hand to `attach`; those who were given the same can only be shut out together."""
+        return encode(self._opened().blob(MAIN))
+
+    def personal(self, blob: bytes, epoch: int) -> bytes:
+        """What a blob of `describe` becomes for the peer of one connection: an instance of its own; any thread."""
+        return encode(self._opened().blob(epoch)) if epoch != MAIN else blob
 
     def attach(self, peer: PeerId, blob: bytes) -> Ticket:
         """Begin to connect; LANDED when the peer's process has answered with its own nonce, else FAILED_QUIET."""
@@ -168,11 +161,15 @@ class MooncakeEngine:
                 self._keep(self._done.get(timeout=max(wait_s, 0.0)), done)
                 return done + self._collected()
 
-    def fence(self, peer: PeerId, claim: int | None = None) -> Ticket:  # noqa: ARG002 - there is none to be had
-        """End a ticket FAILED_QUIET, which proves nothing: the library's target can't shut a writer out."""
+    def fence(self, peer: PeerId, claim: int | None = None) -> Ticket:  # noqa: ARG002 - a peer is shut out as a whole
+        """Destroy what the peer writes to, and refuse later attachments; LANDED at once.
+
+        FAILED_QUIET, which proves nothing, where the peer shares an instance with others.
+        """
         ticket = next(self._tickets)
-        why = f"Mooncake's target can't tell what {peer} writes from what others write"
-        self._done.put(Done(ticket, Outcome.FAILED_QUIET, why, "no fence"))
+        why = self._opened().shut_out(peer.epoch)
+        outcome = Outcome.FAILED_QUIET if why else Outcome.LANDED
+        self._done.put(Done(ticket, outcome, why, "no fence" if why else ""))
         return ticket
 
     def detach(self, peer: PeerId) -> None:
@@ -182,6 +179,7 @@ class MooncakeEngine:
             gone.leave()
             self._leaving.append(gone)
         self._leaving = [each for each in self._leaving if each.alive]
+        self._opened().forget(peer.epoch)
 
     def close(self) -> None:
         """Stop; ends threads, waiting for 2 s, and instances. May be called twice."""
@@ -197,7 +195,7 @@ class MooncakeEngine:
 
     def info(self) -> dict[str, object]:
         """For people: library, transport in use and how that is known, session, peers, instances given up."""
-        serving = self._opened()
+        serving = self._opened().main
         return {
             "library": library.version(),
             "transport": serving.transport,
@@ -206,6 +204,7 @@ class MooncakeEngine:
             "session": serving.session,
             "timeout_s": self._options.timeout_s,
             "peers": {str(name): each.session or "not attached" for name, each in self._peers.items()},
+            "served": len(self._opened()),
             "rebuilds": sum(each.rebuilds for each in [*self._peers.values(), *self._leaving]),
             "unproven": sum(map(len, self._unproven.values())),
         }
@@ -216,7 +215,7 @@ class MooncakeEngine:
 
         return tryout()
 
-    def _opened(self) -> Instance:
+    def _opened(self) -> Serving:
         if self._serving is None:
             raise EngineError("the mooncake engine is not open", hint="call open() first, and nothing after close()")
         return self._serving

@@ -41,6 +41,7 @@ class Instance:
     Attributes:
         session: host:port; how peers name it.
         data_ports: where data connections arrive; more than one if another thread began to listen meanwhile.
+        ports: these and, first, where it is asked for its metadata.
         network_devices: the RDMA devices of this system.
         transport: "tcp" where it is certain, else "rdma".
     """
@@ -59,7 +60,7 @@ class Instance:
         self.data_ports = sorted(listening_ports() - before - {port})
         self.network_devices = network_devices()
         self.transport = "rdma" if self.network_devices and "MC_FORCE_TCP" not in os.environ else "tcp"
-        self._port = port
+        self.ports = [port, *self.data_ports]
         self._regions: tuple[Region, ...] = ()
         self._page = np.frombuffer(bytearray(os.urandom(NONCE_BYTES)), np.uint8)
         self._engine.register_memory(self.page_address, NONCE_BYTES)
@@ -106,7 +107,7 @@ class Instance:
     def close(self) -> None:
         """Destroy it: when this returns nothing reads or writes this process's memory for it any more."""
         if self._engine is not None:
-            wake_listener(self._port)
+            wake_listener(self.ports[0])
             self._engine = None
 
     def _unregister(self) -> None:

@@ -7,9 +7,10 @@ import os
 import socket
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
-_FIN_WAIT1, _LAST_ACK, _CLOSING = "04", "09", "0B"
+_ESTABLISHED, _FIN_WAIT1, _LAST_ACK, _CLOSING = "01", "04", "09", "0B"
 _NOT_ACKNOWLEDGED = {_FIN_WAIT1, _LAST_ACK, _CLOSING}
 _NO_OWNER = "0"
 
@@ -42,14 +43,40 @@ def unacknowledged(ports: Collection[int]) -> bool | None:
     Returns:
         None where the kernel does not say.
     """
+    found = _connections()
+    if found is None:
+        return None
+    return any(
+        each.state in _NOT_ACKNOWLEDGED and each.inode == _NO_OWNER and each.remote_port in ports for each in found
+    )
+
+
+def has_connections(ports: Collection[int]) -> bool | None:
+    """Whether there are connections at these ports of this system; None where the kernel does not say."""
+    found = _connections()
+    if found is None:
+        return None
+    return any(each.state == _ESTABLISHED and each.local_port in ports for each in found)
+
+
+class _Connection(NamedTuple):
+    local_port: int
+    remote_port: int
+    state: str
+    inode: str
+
+
+def _connections() -> list[_Connection] | None:
+    """The kernel's TCP sockets, of all processes of this network namespace."""
     try:
         lines = [line.split() for table in _TABLES for line in _read(table)]
     except OSError:
         return None
-    return any(
-        state in _NOT_ACKNOWLEDGED and inode == _NO_OWNER and int(remote.rpartition(":")[2], 16) in ports
-        for _, _, remote, state, _, _, _, _, _, inode, *_ in lines
-    )
+    return [_Connection(_port(line[1]), _port(line[2]), line[3], line[9]) for line in lines]
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2], 16)
 
 
 def _read(table: str) -> list[str]:
