@@ -316,6 +316,7 @@ def test_a_peer_that_is_killed_under_a_batch_costs_that_batch(attached):
     failed = outcomes.index(Outcome.FAILED_UNKNOWN)
     assert set(outcomes[:failed]) <= {Outcome.LANDED}
     assert set(outcomes[failed + 1 :]) <= {Outcome.FAILED_QUIET}
+    assert suite.quiet(tickets[failed])
     assert other.write(other.batch([0], [0], [10])).outcome is Outcome.LANDED
 
 
@@ -498,6 +499,16 @@ def test_a_connection_keeps_its_session_and_loses_it_for_good(suite):
     with socket.socket() as one, pytest.raises(OSError, match="in use"):
         one.bind(("", msgspec.msgpack.decode(first)["data_ports"][0]))
     assert engine.info()["served"] == 2
+
+
+def test_a_batch_to_a_target_that_shut_its_writer_out_is_quiet_at_once(suite):
+    done, name = attach_as(suite, 5)
+    assert done.outcome is Outcome.LANDED
+    suite.pair.target.engine.fence(PeerId(suite.pair.writer.me.incarnation, 5))
+    ticket = suite.engine.submit(name, suite.pair.batch([0], [0], [10]))
+    assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
+    assert suite.quiet(ticket)
+    assert suite.engine.info()["unproven"] == 0
 
 
 def test_who_was_told_nothing_yet_is_told_what_leads_nowhere(suite):

@@ -16,7 +16,7 @@ from kvferry.engines.mooncake import library
 from kvferry.engines.mooncake.blob import decode, encode
 from kvferry.engines.mooncake.instance import Place
 from kvferry.engines.mooncake.options import Options, parse
-from kvferry.engines.mooncake.peer import Attaching, Peer, Writing
+from kvferry.engines.mooncake.peer import Attaching, Peer, Unproven, Writing
 from kvferry.engines.mooncake.quiet import LIMITS
 from kvferry.engines.mooncake.serving import MAIN, Serving
 from kvferry.engines.rows import why_not
@@ -43,8 +43,8 @@ class MooncakeEngine:
     LANDED: the blocking call returned 0, so that the target has acknowledged each row after writing it.
     FAILED_QUIET: only what was refused before the library saw it. All else is FAILED_UNKNOWN: the library goes on
     writing for a while after it has reported a failure. The instance that failed is destroyed at once, and the peer has
-    to be attached again. QUIET follows with that attachment, by TCP only (see `quiet`); not as long as the target is
-    stopped, and not when it is gone.
+    to be attached again. QUIET follows, by TCP only (see `quiet`): at once if the target is gone or has shut this
+    process out, else with that attachment; not as long as the target is stopped.
 
     A fence shuts the whole peer out at once, whatever claim it is asked for and whether or not its process is stopped:
     each connection is told (`personal`) of an instance of its own, which is destroyed. The library listens on all
@@ -64,7 +64,7 @@ class MooncakeEngine:
         self._regions: tuple[Region, ...] = ()
         self._peers: dict[PeerId, Peer] = {}
         self._leaving: list[Peer] = []
-        self._unproven: dict[Incarnation, list[Ticket]] = {}
+        self._unproven: dict[Incarnation, list[Unproven]] = {}
         self._attaching: dict[Ticket, float] = {}
         self._given_up: set[Ticket] = set()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
@@ -203,7 +203,7 @@ class MooncakeEngine:
             "network_devices": serving.network_devices,
             "session": serving.session,
             "timeout_s": self._options.timeout_s,
-            "peers": {str(name): each.session or "not attached" for name, each in self._peers.items()},
+            "peers": {str(name): _where(each) for name, each in self._peers.items()},
             "served": len(self._opened()),
             "rebuilds": sum(each.rebuilds for each in [*self._peers.values(), *self._leaving]),
             "unproven": sum(map(len, self._unproven.values())),
@@ -248,3 +248,7 @@ class MooncakeEngine:
             self._given_up.add(ticket)
         seconds = self._options.timeout_s + ATTACH_S
         return [Done(one, Outcome.FAILED_QUIET, f"no answer within {seconds:g} s", "deadline") for one in late]
+
+
+def _where(peer: Peer) -> str:
+    return peer.target.session if peer.target is not None else "not attached"

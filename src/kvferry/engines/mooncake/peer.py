@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.engines.mooncake import quiet
 from kvferry.engines.mooncake.blob import Blob
@@ -49,14 +50,26 @@ class Writing:
     batch: Batch
 
 
+class Unproven(NamedTuple):
+    """A batch that failed: its instance is destroyed, but it is not proven quiet yet.
+
+    Attributes:
+        ticket: its ticket.
+        target: where it was written to.
+    """
+
+    ticket: Ticket
+    target: Blob
+
+
 class Peer:
     """Does one thing at a time for one peer; what becomes of it is reported from the thread.
 
     Attributes:
-        unproven: tickets that ended FAILED_UNKNOWN, whose instance is destroyed, and which are not proven quiet yet;
-            one list for all epochs of a process, since what proves one proves all.
+        unproven: what ended FAILED_UNKNOWN and is not proven quiet; one list for all epochs of a process, since a later
+            one looks after what an earlier one has left.
         rebuilds: how many instances were given up after a failure.
-        session: where the peer is written to; "" if it is not attached.
+        target: where the peer is written to; None if it is not attached.
     """
 
     def __init__(
@@ -65,18 +78,19 @@ class Peer:
         place: Place,
         regions: Callable[[], tuple[Region, ...]],
         report: Callable[[Done], None],
-        unproven: list[Ticket],
+        unproven: list[Unproven],
         before: Peer | None,
     ) -> None:
         self.name = name
         self.unproven = unproven
         self.rebuilds = 0
-        self.session = ""
+        self.target: Blob | None = None
         self._place = place
         self._regions = regions
         self._report = report
         self._before = before
         self._instance: Instance | None = None
+        self._transport = ""
         self._left = False
         self._inbox: queue.SimpleQueue[Attaching | Writing | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=f"kvferry-mooncake-{name}", daemon=True)
@@ -115,13 +129,13 @@ class Peer:
         self._drop()
 
     def _attach(self, work: Attaching) -> None:
-        self.session = ""
+        self.target = None
         why = self._why_unattached(work)
+        self._prove()
         if why:
             self._report(Done(work.ticket, Outcome.FAILED_QUIET, why, "attach"))
             return
-        self._prove(work.blob)
-        self.session = work.blob.session
+        self.target = work.blob
         self._report(Done(work.ticket, Outcome.LANDED))
 
     def _why_unattached(self, work: Attaching) -> str:
@@ -152,7 +166,7 @@ class Peer:
 
     def _write(self, work: Writing) -> None:
         ticket, batch = work.ticket, work.batch
-        if self._left or not self.session:
+        if self._left or self.target is None:
             why = "detached" if self._left else "not attached, or no more since a write to it failed"
             self._report(Done(ticket, Outcome.FAILED_QUIET, f"peer {self.name} is {why}", "refused"))
             return
@@ -165,38 +179,53 @@ class Peer:
             self._report(Done(ticket, Outcome.FAILED_QUIET, str(error), "register"))
             return
         began = time.monotonic()
-        code = instance.write(self.session, batch)
+        code = instance.write(self.target.session, batch)
         if not code:
             self._report(Done(ticket, Outcome.LANDED))
             return
-        self._give_up(work, _cause(self.session, batch, time.monotonic() - began), str(code))
+        self._give_up(work, _cause(self.target.session, batch, time.monotonic() - began), str(code))
 
     def _give_up(self, work: Attaching | Writing, cause: str, native: str) -> None:
         """End the instance that failed: it would go on writing, and may never work again."""
-        self.session = ""
+        target, self.target = self.target, None
         self._drop()
         self.rebuilds += 1
-        outcome = Outcome.FAILED_QUIET
-        if isinstance(work, Writing):
-            outcome = Outcome.FAILED_UNKNOWN
-            self.unproven.append(work.ticket)
-        self._report(Done(work.ticket, outcome, cause, native))
-
-    def _prove(self, blob: Blob) -> None:
-        """Say QUIET for what failed before, if that can be shown."""
-        instance, tickets = self._instance, list(self.unproven)  # a later one is not covered by the proof
-        if not tickets or instance is None or not instance.transport == blob.transport == "tcp":
+        if isinstance(work, Attaching) or target is None:
+            self._report(Done(work.ticket, Outcome.FAILED_QUIET, cause, native))
             return
-        if quiet.is_proven(blob.data_ports, lambda: instance.read(blob.session, blob.nonce_address) is not None):
-            for ticket in tickets:
+        self.unproven.append(Unproven(work.ticket, target))
+        self._report(Done(work.ticket, Outcome.FAILED_UNKNOWN, cause, native))
+        self._prove()
+
+    def _prove(self) -> None:
+        """Say QUIET for what failed before, where that can be shown now."""
+        left = list(self.unproven)  # a later one is not covered by the proofs
+        targets = {each.target.session: each.target for each in left}
+        quiet_at = {session for session, target in targets.items() if self._is_quiet(target)}
+        for each in left:
+            if each.target.session in quiet_at:
                 with contextlib.suppress(ValueError):  # another epoch's thread has proven it meanwhile
-                    self.unproven.remove(ticket)
-                    self._report(Done(ticket, Outcome.QUIET))
+                    self.unproven.remove(each)
+                    self._report(Done(each.ticket, Outcome.QUIET))
+
+    def _is_quiet(self, target: Blob) -> bool:
+        """Whether nothing that was begun before can land at a target any more."""
+        instance = self._instance
+        if target.transport != "tcp" or self._transport != "tcp":
+            return False
+        if quiet.is_gone(target.session, target.data_ports):
+            return True
+        if instance is None or instance.probe(target.session):
+            return False
+        return quiet.is_drained(
+            target.data_ports, lambda: target.is_nonce(instance.read(target.session, target.nonce_address) or b"")
+        )
 
     def _ready(self) -> Instance:
         """The instance, with the memory registered that counts now; raises EngineError."""
         if self._instance is None:
             self._instance = Instance(self._place)
+            self._transport = self._instance.transport
         self._instance.register(self._regions())
         return self._instance
 

@@ -10,11 +10,14 @@ the two kernels until the target, which may be stopped, reads it. So the writer
    turns, with at most 64 KiB of each in one turn, so that an answer to the n-th read shows that each old connection
    had n turns. After as many turns as a row can need, nothing is left.
 
-A target that is stopped fails step 2 or 3, and so does one that can't be reached: then there is no proof.
+A target that is stopped fails step 2 or 3, and so does one that can't be reached: then there is no proof. One that
+refuses connections where its data arrived is gone, with its process or because it has shut this writer out, and nothing
+reads there any more.
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Collection
 
@@ -30,10 +33,17 @@ TURNS = 2 * (LIMITS.bytes // SLICE_BYTES + 2)
 
 SETTLE_S = 0.2
 ACKNOWLEDGE_S = 5.0
+CONNECT_S = 1.0
 _LOOK_S = 0.01
 
 
-def is_proven(ports: Collection[int], reads: Callable[[], bool]) -> bool:
+def is_gone(session: str, ports: Collection[int]) -> bool:
+    """Whether a target refuses connections at the ports where its data arrived."""
+    host = session.rpartition(":")[0].strip("[]")
+    return bool(ports) and all(_is_refused(host, port) for port in ports)
+
+
+def is_drained(ports: Collection[int], reads: Callable[[], bool]) -> bool:
     """Whether nothing of a destroyed instance can land at a target any more; takes some tenths of a second.
 
     Args:
@@ -48,6 +58,16 @@ def is_proven(ports: Collection[int], reads: Callable[[], bool]) -> bool:
             return False
         turns += 1
     return True
+
+
+def _is_refused(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, UnicodeError):
+        return False
+    return False
 
 
 def _acknowledged(ports: Collection[int]) -> bool:
