@@ -63,6 +63,16 @@ def test_the_decode_process_goes_on_from_the_same_bytes(name):
     assert {"prefill: done", "decode: done"} <= set(stages)
 
 
+@pytest.mark.parametrize("engine", ["mooncake"])
+def test_another_engine_carries_the_same_bytes(engine, need_engine):
+    need_engine(engine)
+    ended = demo("--engine", engine, "--max-new-tokens", "12", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert (found["tokens_equal"], found["logits_equal"], found["kv_bytes_equal"]) == (True, True, True)
+    assert found["engine"] == engine
+
+
 GRIDS = {
     "tp 3 to 1": ("tp=3,page=16,order=nhd", "tp=1,page=32,order=hnd", [3, 1]),
     "tp 1 to 3": ("tp=1,page=32,order=hnd", "tp=3,page=16,order=nhd", [1, 3]),

@@ -8,7 +8,7 @@ from kvferry import KVPoll, KVReceiver, KVSender, KVTransferError
 from kvferry.errors import InputError
 
 
-@pytest.fixture(params=["local", "faulty", "nixl"])
+@pytest.fixture(params=["local", "faulty", "nixl", "mooncake"])
 def both(request, make):
     need(request.param)
     return make("prefill", request.param), make("decode", request.param)

@@ -82,6 +82,25 @@ def test_every_rank_gets_what_it_holds_and_nothing_else(model, prefill, decode, 
         assert cluster.clean() == []
 
 
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode"),
+    [
+        (GQA, "tp=4,page=16", "tp=1,page=32,order=hnd"),
+        (GQA, "cp=3,deal=zigzag,page=8", "dcp=2,page=16"),
+        (HYBRID, "pp=3,tp=4,page=8", "pp=2,tp=2,page=32"),
+        (HYBRID_MLA, "tp=2,pp=2,page=16", "tp=1,page=64"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["mooncake"])
+def test_so_it_is_over_other_engines(engine, model, prefill, decode, need_engine):
+    need_engine(engine)
+    with Fleet(*sides(model, prefill, decode), engine=engine) as fleet:
+        for room, (num_tokens, prefix, chunk_pages) in enumerate([(130, 0, 3), (131, 37, 1000), (1, 0, 1)], 5):
+            total = fleet.hand_over(room, num_tokens, prefix=prefix, chunk_pages=chunk_pages, rows=3)
+            fleet.check(room)
+            assert total == fleet.held_bytes()
+
+
 def test_a_room_may_be_in_any_dp_group_of_either_side():
     grids = [("tp=2,page=16,dp=2", 2), ("tp=3,page=8,dp=3", 3)]
     prefill, decode = (

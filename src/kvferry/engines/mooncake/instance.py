@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,10 @@ METADATA = "P2PHANDSHAKE"
 """Peers ask each other; no metadata server."""
 
 _CODES = {-7: "it overlaps memory that is registered already", -1: "the library does not say why"}
+
+
+_starting = threading.Lock()
+"""One at a time, so that the ports that one opens are not taken for another's."""
 
 
 class Place(NamedTuple):
@@ -47,9 +52,11 @@ class Instance:
     """
 
     def __init__(self, place: Place) -> None:
-        before = listening_ports()
         self._engine: Any = engine_class()()
-        code = self._engine.initialize(place.host, METADATA, place.protocol, place.devices)
+        with _starting:
+            before = listening_ports()
+            code = self._engine.initialize(place.host, METADATA, place.protocol, place.devices)
+            opened = listening_ports() - before
         if code:
             raise EngineError(
                 f"Mooncake can't start an engine on {place.host} (initialize returned {code})",
@@ -57,7 +64,7 @@ class Instance:
             )
         port = self._engine.get_rpc_port()
         self.session = f"[{place.host}]:{port}" if ":" in place.host else f"{place.host}:{port}"
-        self.data_ports = sorted(listening_ports() - before - {port})
+        self.data_ports = sorted(opened - {port})
         self.network_devices = network_devices()
         self.transport = "rdma" if self.network_devices and "MC_FORCE_TCP" not in os.environ else "tcp"
         self.ports = [port, *self.data_ports]
