@@ -1,8 +1,6 @@
-"""What the engine suite does not show of Mooncake: refusals, failures and their proofs, and what they cost others."""
+"""What the engine suite does not show of Mooncake: settings, registration, blobs, and whether it is there at all."""
 
 import os
-import re
-import socket
 import subprocess
 import sys
 import time
@@ -11,70 +9,27 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from mooncake_here import need_mooncake
+from mooncake_here import FAST, MIB, need_mooncake, opened, with_process
 
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
-from kvferry.engines.mooncake import MooncakeEngine, blob, instance, library, serving, tryout
+from kvferry.engines.mooncake import MooncakeEngine, blob, instance, library, tryout
 from kvferry.engines.mooncake.options import DEFAULT_TIMEOUT_S, parse
 from kvferry.engines.seam import Batch, EngineConfig, Outcome, Region
 from kvferry.errors import ConfigError, EngineError, EngineUnavailable
 from kvferry.ids import PeerId
-from kvferry.plan.batch import Limits
-from kvferry.testing.suite import EngineSuite
 
 need_mooncake()
-
-MIB = 1 << 20
-FAST = {"timeout_s": "5"}
-
-
-class Suite(EngineSuite):
-    """The engine suite's pair and processes."""
-
-    __test__ = False
-    engine_name = "mooncake"
-    options = FAST
-
-    @property
-    def engine(self):
-        return self.pair.writer.engine
-
-    def submit(self, process, rows=16, row_bytes=MIB, first=0):
-        """Rows of the writer's pool to the process's pool, one after the other from byte `first` on."""
-        offsets = np.arange(rows, dtype=np.uint64) * np.uint64(row_bytes)
-        src = np.full(rows, self.pair.writer.address, np.uint64) + offsets % np.uint64(4 * MIB)
-        dst = offsets + np.uint64(process.address + first)
-        return self.engine.submit(process.peer, Batch(src, dst, np.full(rows, row_bytes, np.uint64), rows * row_bytes))
-
-    def quiet(self, ticket, limit_s=20.0):
-        """Wait until the writer says QUIET for a ticket."""
-        return self.pair.settle(ticket, limit_s).outcome is Outcome.QUIET
-
-
-def memory_of(process):
-    """A process's pool, read from outside, so that it may be stopped."""
-    with Path(f"/proc/{process._process.pid}/mem").open("rb", 0) as memory:
-        memory.seek(process.address)
-        return memory.read(process.nbytes)
 
 
 @pytest.fixture
 def suite():
-    made = Suite()
-    made.setup_method()
-    yield made
-    for process in made._processes:
-        process.go_on()
-    made.teardown_method()
+    yield from opened()
 
 
 @pytest.fixture
 def attached(suite):
-    """The suite, and a process of 16 MiB that its writer is attached to."""
-    process = suite.spawn(16 * MIB)
-    assert suite.settled_attach(process).outcome is Outcome.LANDED
-    return suite, process
+    return with_process(suite)
 
 
 # options and environment
@@ -283,290 +238,6 @@ def test_a_peer_that_was_restarted_is_another_session_and_the_old_blob_is_refuse
     assert done.outcome is Outcome.FAILED_QUIET
     assert suite.settled_attach(second).outcome is Outcome.LANDED
     assert suite.write_to(second).outcome is Outcome.LANDED
-
-
-# failures and their proofs
-
-
-def test_rows_outside_of_what_the_target_has_registered_fail_and_become_quiet(attached):
-    suite, process = attached
-    ticket = suite.submit(process, 4, first=process.nbytes - MIB)
-    done = suite.pair.settle(ticket)
-    assert (done.outcome, done.native) == (Outcome.FAILED_UNKNOWN, "-1")
-    assert "batch_transfer_sync_write of 4 rows" in done.cause
-    refused = suite.write_to(process)
-    assert refused.outcome is Outcome.FAILED_QUIET
-    assert "since a write to it failed" in refused.cause
-    again = suite.engine.attach(process.peer, process.blob)
-    assert suite.quiet(ticket)
-    assert suite.pair.settle(again).outcome is Outcome.LANDED
-    assert suite.write_to(process).outcome is Outcome.LANDED
-    assert suite.engine.info()["rebuilds"] == 1
-    assert suite.engine.info()["unproven"] == 0
-
-
-def test_a_peer_that_is_killed_under_a_batch_costs_that_batch(attached):
-    suite, process = attached
-    other = suite.pair
-    assert other.attach().outcome is Outcome.LANDED
-    tickets = [suite.submit(process) for _ in range(20)]
-    time.sleep(0.02)
-    process.kill()
-    outcomes = [other.settle(ticket).outcome for ticket in tickets]
-    failed = outcomes.index(Outcome.FAILED_UNKNOWN)
-    assert set(outcomes[:failed]) <= {Outcome.LANDED}
-    assert set(outcomes[failed + 1 :]) <= {Outcome.FAILED_QUIET}
-    assert suite.quiet(tickets[failed])
-    assert other.write(other.batch([0], [0], [10])).outcome is Outcome.LANDED
-
-
-def test_destroying_the_instance_of_a_stopped_peer_proves_nothing(attached):
-    """Why there is no QUIET yet: its rows lie in the kernel, and the peer writes them when it goes on."""
-    suite, process = attached
-    process.stop()
-    began = time.monotonic()
-    done = suite.pair.settle(suite.submit(process), 30)
-    assert done.outcome is Outcome.FAILED_UNKNOWN
-    assert time.monotonic() - began >= 5
-    time.sleep(1)
-    before = memory_of(process)
-    process.go_on()
-    time.sleep(1)
-    assert memory_of(process) != before
-
-
-def test_a_stopped_peer_is_quiet_only_after_it_went_on_and_then_nothing_lands(attached):
-    """Its pool is read from outside at the moment of QUIET, and compared after some seconds."""
-    suite, process = attached
-    other = suite.pair
-    assert other.attach().outcome is Outcome.LANDED
-    process.stop()
-    ticket = suite.submit(process, 4, 4 * MIB)
-    assert other.write(other.batch([0], [0], [10])).outcome is Outcome.LANDED
-    assert other.settle(ticket, 30).outcome is Outcome.FAILED_UNKNOWN
-    again = suite.engine.attach(process.peer, process.blob)
-    with pytest.raises(TimeoutError):
-        other.settle(ticket, 2)
-    assert other.write(other.batch([0], [0], [10])).outcome is Outcome.LANDED
-    process.go_on()
-    assert suite.quiet(ticket)
-    before = memory_of(process)
-    assert other.settle(again).outcome is Outcome.LANDED
-    time.sleep(3)
-    assert memory_of(process) == before
-    assert suite.write_to(process).outcome is Outcome.LANDED
-
-
-def test_what_failed_in_one_epoch_is_proven_in_the_next(attached):
-    suite, process = attached
-    ticket = suite.submit(process, 4, first=process.nbytes - MIB)
-    assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
-    suite.engine.detach(process.peer)
-    again = suite.engine.attach(PeerId(process.peer.incarnation, 1), process.blob)
-    assert suite.quiet(ticket)
-    assert suite.pair.settle(again).outcome is Outcome.LANDED
-
-
-def test_attaching_to_a_stopped_peer_ends_in_time_and_works_when_it_went_on(suite, monkeypatch):
-    monkeypatch.setattr("kvferry.engines.mooncake.engine.ATTACH_S", -4.0)
-    process = suite.spawn(MIB)
-    process.stop()
-    done = suite.settled_attach(process)
-    assert (done.outcome, done.native) == (Outcome.FAILED_QUIET, "deadline")
-    assert "no answer within 1 s" in done.cause
-    monkeypatch.undo()
-    ticket = suite.engine.attach(process.peer, process.blob)
-    process.go_on()
-    assert suite.pair.settle(ticket).outcome is Outcome.LANDED
-    assert suite.write_to(process).outcome is Outcome.LANDED
-
-
-def test_an_instance_that_was_wedged_by_too_many_rows_is_replaced(attached, monkeypatch):
-    """What the limit protects from; the rows that are written after the failure end with the instance."""
-    suite, process = attached
-    monkeypatch.setattr(suite.engine, "limits", Limits(16384, 64 * MIB))
-    ticket = suite.submit(process, 16384, 1024)
-    assert suite.pair.settle(ticket, 30).outcome is Outcome.FAILED_UNKNOWN
-    again = suite.engine.attach(process.peer, process.blob)
-    assert suite.quiet(ticket)
-    before = memory_of(process)
-    assert suite.pair.settle(again).outcome is Outcome.LANDED
-    time.sleep(2)
-    assert memory_of(process) == before
-    assert suite.pair.settle(suite.submit(process, 1024, 4096)).outcome is Outcome.LANDED
-
-
-def test_without_the_kernels_word_there_is_no_proof(attached, monkeypatch):
-    suite, process = attached
-    monkeypatch.setattr("kvferry.engines.mooncake.quiet.unacknowledged", lambda _: None)
-    ticket = suite.submit(process, 4, first=process.nbytes - MIB)
-    assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
-    assert suite.settled_attach(process).outcome is Outcome.LANDED
-    assert suite.engine.info()["unproven"] == 1
-    with pytest.raises(TimeoutError):
-        suite.pair.settle(ticket, 0.5)
-
-
-def test_closing_while_a_call_is_blocked_takes_two_seconds_and_the_thread_ends_later(attached):
-    suite, process = attached
-    process.stop()
-    suite.submit(process)
-    peer = suite.engine._peers[process.peer]
-    time.sleep(0.1)
-    began = time.monotonic()
-    suite.engine.close()
-    assert 1.5 < time.monotonic() - began < 5
-    assert peer.alive
-    process.go_on()
-    peer.join(10)
-    assert not peer.alive
-
-
-def test_a_batch_that_waits_behind_another_is_refused_when_its_peer_is_detached(attached):
-    suite, process = attached
-    process.stop()
-    tickets = [suite.submit(process) for _ in range(3)]
-    time.sleep(0.1)
-    suite.engine.detach(process.peer)
-    process.go_on()
-    outcomes = [suite.pair.settle(ticket).outcome for ticket in tickets]
-    assert outcomes == [Outcome.LANDED, Outcome.FAILED_QUIET, Outcome.FAILED_QUIET]
-
-
-def test_whatever_the_library_raises_concerns_one_peer(attached, monkeypatch):
-    suite, process = attached
-    monkeypatch.setattr(instance.Instance, "write", lambda *_: 1 / 0)
-    done = suite.write_to(process)
-    assert (done.outcome, done.native) == (Outcome.FAILED_UNKNOWN, "ZeroDivisionError")
-    monkeypatch.undo()
-    assert suite.settled_attach(process).outcome is Outcome.LANDED
-    assert suite.write_to(process).outcome is Outcome.LANDED
-
-
-# one instance per connection, on the side that is written to
-
-
-def told(suite, epoch):
-    """What the peer of a connection is told, and the target's name there."""
-    engine, me = suite.pair.target.engine, suite.pair.target.me
-    return engine.personal(engine.describe(), epoch), PeerId(me.incarnation, epoch)
-
-
-def attach_as(suite, epoch):
-    said, name = told(suite, epoch)
-    return suite.pair.settle(suite.engine.attach(name, said)), name
-
-
-def write_as(suite, name):
-    batch = suite.pair.batch([0], [0], [10])
-    return suite.pair.settle(suite.engine.submit(name, batch)).outcome
-
-
-def test_a_stopped_writer_is_shut_out_and_others_go_on(suite):
-    process, target = suite.spawn(), suite.pair.target
-    said, name = told(suite, 5)
-    assert process.attach(name, said)["outcome"] == "landed"
-    done, other = attach_as(suite, 6)
-    assert done.outcome is Outcome.LANDED
-    process.flood(name, 7, target.address)
-    while not target.pool[MIB:].any() or target.pool[MIB] == 0xEE:
-        time.sleep(0.01)
-    process.stop()
-    ticket = target.engine.fence(PeerId(process.peer.incarnation, 5))
-    assert [(one.ticket, one.outcome) for one in target.engine.poll(1)] == [(ticket, Outcome.LANDED)]
-    before = target.pool[MIB:].copy()
-    assert write_as(suite, other) is Outcome.LANDED
-    process.go_on()
-    time.sleep(2)
-    assert (target.pool[MIB:] == before).all()
-    assert write_as(suite, other) is Outcome.LANDED
-
-
-def test_a_connection_keeps_its_session_and_loses_it_for_good(suite):
-    first, again, second = told(suite, 5)[0], told(suite, 5)[0], told(suite, 6)[0]
-    assert first == again
-    sessions = {
-        msgspec.msgpack.decode(said)["session"] for said in (first, second, suite.pair.target.engine.describe())
-    }
-    assert len(sessions) == 3
-    engine = suite.pair.target.engine
-    for _ in range(2):
-        engine.fence(PeerId(1, 5))
-        assert engine.poll(1)[0].outcome is Outcome.LANDED
-    assert told(suite, 5)[0] == first
-    assert attach_as(suite, 5)[0].outcome is Outcome.FAILED_QUIET
-    assert attach_as(suite, 6)[0].outcome is Outcome.LANDED
-    with socket.socket() as one, pytest.raises(OSError, match="in use"):
-        one.bind(("", msgspec.msgpack.decode(first)["data_ports"][0]))
-    assert engine.info()["served"] == 2
-
-
-def test_a_batch_to_a_target_that_shut_its_writer_out_is_quiet_at_once(suite):
-    done, name = attach_as(suite, 5)
-    assert done.outcome is Outcome.LANDED
-    suite.pair.target.engine.fence(PeerId(suite.pair.writer.me.incarnation, 5))
-    ticket = suite.engine.submit(name, suite.pair.batch([0], [0], [10]))
-    assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
-    assert suite.quiet(ticket)
-    assert suite.engine.info()["unproven"] == 0
-
-
-def test_who_was_told_nothing_yet_is_told_what_leads_nowhere(suite):
-    engine = suite.pair.target.engine
-    engine.fence(PeerId(1, 8))
-    assert engine.poll(1)[0].outcome is Outcome.LANDED
-    assert attach_as(suite, 8)[0].outcome is Outcome.FAILED_QUIET
-    engine.fence(PeerId(1, 0))
-    assert engine.poll(1)[0].outcome is Outcome.LANDED
-    assert attach_as(suite, 9)[0].outcome is Outcome.LANDED
-
-
-def test_where_no_instance_can_be_made_the_main_one_is_shared_and_no_fence_is_claimed(suite, monkeypatch):
-    engine = suite.pair.target.engine
-    monkeypatch.setattr(serving, "Instance", failing)
-    for epoch in (5, 6):
-        done, name = attach_as(suite, epoch)
-        assert done.outcome is Outcome.LANDED
-        assert write_as(suite, name) is Outcome.LANDED
-    for epoch, why in ((5, "no instance of its own"), (7, "no instance of its own|no instance could be made")):
-        engine.fence(PeerId(1, epoch))
-        done = engine.poll(1)[0]
-        assert done.outcome is Outcome.FAILED_QUIET
-        assert re.search(why, done.cause)
-
-
-def failing(_place):
-    raise EngineError("no port is free")
-
-
-def test_instances_of_writers_that_are_gone_are_ended(suite, monkeypatch):
-    engine = suite.pair.target.engine
-    done, name = attach_as(suite, 5)
-    assert done.outcome is Outcome.LANDED
-    told(suite, 6)
-    assert engine.info()["served"] == 3
-    monkeypatch.setattr(serving, "SWEEP_AFTER_S", 0.0)
-    told(suite, 7)
-    assert engine.info()["served"] == 3  # nobody has connected to 6
-    assert write_as(suite, name) is Outcome.LANDED
-    suite.engine.detach(name)
-    engine.detach(PeerId(1, 7))
-    assert engine.info()["served"] == 2
-    suite.pair.settle(suite.engine.attach(suite.pair.target.me, engine.describe()))
-    told(suite, 8)
-    assert engine.info()["served"] == 2
-
-
-def test_registering_reaches_all_instances_or_none(suite):
-    engine, pool = suite.pair.target.engine, suite.pair.target
-    done, name = attach_as(suite, 5)
-    assert done.outcome is Outcome.LANDED
-    with pytest.raises(EngineError, match="region 1"):
-        engine.register([Region(pool.address, MIB), Region(pool.address, MIB)])
-    assert write_as(suite, name) is Outcome.FAILED_UNKNOWN
-    engine.register([Region(pool.address, MIB)])
-    assert attach_as(suite, 5)[0].outcome is Outcome.LANDED
-    assert write_as(suite, name) is Outcome.LANDED
 
 
 # the library, and trying it out
