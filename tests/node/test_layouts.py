@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine_here import need
 from kvferry import KVArgs, KVPoll, KVReceiver, KVSender
 from kvferry.errors import InputError, LayoutError
 from kvferry.layout import Ranges, Rows, Slot, Window
@@ -91,14 +92,14 @@ def test_every_rank_gets_what_it_holds_and_nothing_else(model, prefill, decode, 
         (HYBRID_MLA, "tp=2,pp=2,page=16", "tp=1,page=64"),
     ],
 )
-@pytest.mark.parametrize("engine", ["mooncake"])
-def test_so_it_is_over_other_engines(engine, model, prefill, decode, need_engine):
-    need_engine(engine)
-    with Fleet(*sides(model, prefill, decode), engine=engine) as fleet:
-        for room, (num_tokens, prefix, chunk_pages) in enumerate([(130, 0, 3), (131, 37, 1000), (1, 0, 1)], 5):
-            total = fleet.hand_over(room, num_tokens, prefix=prefix, chunk_pages=chunk_pages, rows=3)
-            fleet.check(room)
-            assert total == fleet.held_bytes()
+@pytest.mark.parametrize("engine", ["nixl", "mooncake"])
+def test_so_it_is_over_other_engines(engine, model, prefill, decode):
+    need(engine)
+    with Cluster(*sides(model, prefill, decode), engine=engine) as cluster:
+        for num_tokens, prefix, chunk_pages in [(130, 0, 3), (131, 37, 1000), (1, 0, 1)]:
+            total, wanted = carry(cluster, num_tokens, room=None, prefix=prefix, chunk_pages=chunk_pages, rows=3)
+            assert total == wanted
+        assert cluster.clean() == []
 
 
 def test_a_room_may_be_in_any_dp_group_of_either_side():

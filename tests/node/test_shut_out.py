@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine_here import need
 from kvferry import KVPoll
 from kvferry.errors import Code
 
@@ -9,8 +10,8 @@ LOST_S = 5.0
 
 
 @pytest.fixture(params=["mooncake"])
-def engine(request, need_engine):
-    need_engine(request.param)
+def engine(request):
+    need(request.param)
     return request.param
 
 

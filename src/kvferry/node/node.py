@@ -220,6 +220,7 @@ class Node:
         return {
             "side": self.side.value, "rank": str(self.layout.rank), "endpoint": self.endpoint,
             "incarnation": f"{self.incarnation:016x}", "epoch": self.epoch, "engine": self.engine_name,
+            "caps": [each.name for each in Caps if each in self.engine.caps and each.name],
             "engine_info": self.engine_info(), "peers": [
                 {"peer": str(conn.peer), "address": conn.link.address, "ready": conn.ready,
                  "refused": str(conn.reason) if conn.reason else ""}

@@ -23,7 +23,7 @@ from kvferry.testing.cluster_rank import ClusterRank, HandOff
 ANSWER_S = 60.0
 CALLS = {
     "begin", "send", "poll", "wait", "failure", "abort", "landed_bytes", "wanted_bytes", "clear", "differences",
-    "aux_row", "leftovers",
+    "aux_row", "leftovers", "caps",
 }  # fmt: skip
 """What ClusterRank has and this passes on."""
 

@@ -181,6 +181,10 @@ class ClusterRank:
         taken = {f"pages of {name}": n - len(self._free[name]) for name, n in self._pages.items()}
         return [f"{self.side.value} {self.layout.rank}: {n} {what}" for what, n in (found | taken).items() if n]
 
+    def caps(self) -> list[str]:
+        """What its engine can do, by the names of `Caps`."""
+        return list(self.manager.info()["caps"])
+
     def health(self) -> str:
         """What is wrong with its threads; "" if nothing is."""
         return self.manager.health()

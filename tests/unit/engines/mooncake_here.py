@@ -1,25 +1,14 @@
-"""Mooncake's engine for tests: whether it is there, and the engine suite's pair and processes over it."""
+"""Mooncake's engine for tests: the engine suite's pair and processes over it."""
 
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from kvferry.engines.mooncake.library import check_installed
 from kvferry.engines.seam import Batch, Outcome
-from kvferry.errors import EngineUnavailable
 from kvferry.testing.suite import EngineSuite
 
 MIB = 1 << 20
 FAST = {"timeout_s": "5"}
-
-
-def need_mooncake():
-    """Skip a test file whose library is not installed; the reason is the install line."""
-    try:
-        check_installed()
-    except EngineUnavailable as error:
-        pytest.skip(str(error), allow_module_level=True)
 
 
 class Suite(EngineSuite):

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from mooncake_here import FAST, MIB, need_mooncake, opened, with_process
+from mooncake_here import FAST, MIB, opened, with_process
 
+from engine_here import need
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
 from kvferry.engines.mooncake import MooncakeEngine, blob, instance, library, tryout
@@ -19,7 +20,7 @@ from kvferry.engines.seam import Batch, EngineConfig, Outcome, Region
 from kvferry.errors import ConfigError, EngineError, EngineUnavailable
 from kvferry.ids import PeerId
 
-need_mooncake()
+need("mooncake")
 
 
 @pytest.fixture

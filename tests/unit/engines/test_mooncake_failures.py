@@ -3,14 +3,15 @@
 import time
 
 import pytest
-from mooncake_here import MIB, memory_of, need_mooncake, opened, with_process
+from mooncake_here import MIB, memory_of, opened, with_process
 
+from engine_here import need
 from kvferry.engines.mooncake import instance
 from kvferry.engines.seam import Outcome
 from kvferry.ids import PeerId
 from kvferry.plan.batch import Limits
 
-need_mooncake()
+need("mooncake")
 
 
 @pytest.fixture

@@ -6,14 +6,15 @@ import time
 
 import msgspec
 import pytest
-from mooncake_here import MIB, need_mooncake, opened
+from mooncake_here import MIB, opened
 
+from engine_here import need
 from kvferry.engines.mooncake import serving
 from kvferry.engines.seam import Outcome, Region
 from kvferry.errors import EngineError
 from kvferry.ids import PeerId
 
-need_mooncake()
+need("mooncake")
 
 
 @pytest.fixture

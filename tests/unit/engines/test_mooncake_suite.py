@@ -2,11 +2,10 @@
 
 from typing import ClassVar
 
-from mooncake_here import need_mooncake
-
+from engine_here import need
 from kvferry.testing.suite import EngineSuite
 
-need_mooncake()
+need("mooncake")
 
 
 class TestMooncake(EngineSuite):
