@@ -7,13 +7,24 @@ QUIET they stay as they are. All other bytes, the guard bytes between and around
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.errors import Flaky
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvferry.engines.seam import Outcome, Ticket
 from kvferry.testing.suite_base import SuiteBase
@@ -51,17 +62,35 @@ class _Modelled:
         return {row.start // SLOT_BYTES for rows in self.under_way.values() for row in rows}
 
 
+def _recorded(call: Callable[..., None]) -> Callable[..., None]:
+    """Keep what went wrong and after which calls: an engine's threads run beside the test, so no history repeats."""
+
+    @functools.wraps(call)
+    def wrapper(self: EngineMachine, *args: Any, **arguments: Any) -> None:
+        self.calls.append(f"{call.__name__}({', '.join(f'{name}={value}' for name, value in arguments.items())})")
+        try:
+            call(self, *args, **arguments)
+        except Exception as error:
+            self.failures.append((error, [name for name in self.calls if not name.startswith("pools_")]))
+            raise
+
+    return wrapper
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Attach, detach, attach again, submit, poll, drop and give grants; subclasses set the suite.
 
     Attributes:
         suite: how engines are made and opened.
+        failures: what went wrong in any history, and the calls before it.
     """
 
     suite: SuiteBase = SuiteBase()
+    failures: ClassVar[list[tuple[Exception, list[str]]]] = []
 
     def __init__(self) -> None:
         super().__init__()
+        self.calls: list[str] = []
         suite = self.suite
         self.writer = suite.make_end(1, POOL_BYTES)
         self.source: Bytes = np.random.default_rng(11).integers(0, 256, POOL_BYTES, np.uint8)
@@ -79,7 +108,15 @@ class EngineMachine(RuleBasedStateMachine):
             for end in (self.writer, *(target.end for target in self.targets)):
                 end.engine.close()
 
+    @initialize()
+    @_recorded
+    def attach_to_both(self) -> None:
+        """So that most histories write something."""
+        for which in (0, 1):
+            self.attach(which=which)
+
     @rule(which=st.integers(0, 1))
+    @_recorded
     def attach(self, which: int) -> None:
         """Attach, or attach again: what was under way has ended or is quiet afterwards, or stays unknown."""
         target = self.targets[which]
@@ -92,12 +129,18 @@ class EngineMachine(RuleBasedStateMachine):
         target.is_attached = True
 
     @rule(which=st.integers(0, 1))
+    @_recorded
     def detach(self, which: int) -> None:
         """From the writer's side."""
         self.writer.engine.detach(self.targets[which].end.me)
         self.targets[which].is_attached = False
 
-    @rule(which=st.integers(0, 1), slots=st.sets(st.integers(0, SLOTS - 1), max_size=24), seed=st.integers(0, 999))
+    @rule(
+        which=st.integers(0, 1),
+        slots=st.sets(st.integers(0, SLOTS - 1), min_size=1, max_size=24),
+        seed=st.integers(0, 999),
+    )
+    @_recorded
     def submit(self, which: int, slots: set[int], seed: int) -> None:
         """Rows into slots in which nothing is under way, each with guard bytes around it."""
         target, random = self.targets[which], np.random.default_rng(seed)
@@ -114,6 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
         ]
 
     @rule()
+    @_recorded
     def poll(self) -> None:
         """Once, at each end."""
         self._poll()
@@ -121,6 +165,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._take()
 
     @rule()
+    @_recorded
     def settle(self) -> None:
         """Until all tickets have a first outcome."""
         for target in self.targets:
@@ -131,6 +176,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.checks_grants)
     @rule(which=st.integers(0, 1))
+    @_recorded
     def drop(self, which: int) -> None:
         """Take the grant back while nothing is under way; from now on rows must be refused."""
         target = self.targets[which]
@@ -140,6 +186,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.checks_grants)
     @rule(which=st.integers(0, 1))
+    @_recorded
     def give(self, which: int) -> None:
         """Give the grant again, while nothing is under way."""
         if not self.targets[which].is_granted and not self.targets[which].busy():
@@ -147,6 +194,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.targets[which].is_granted = True
 
     @invariant()
+    @_recorded
     def pools_are_the_model(self) -> None:
         """Every byte of both pools is what the model says, or one of the two that it may be."""
         for target in self.targets:
@@ -198,14 +246,22 @@ def run_machine(suite: SuiteBase, examples: int, steps: int = 30) -> None:
         examples: histories to try.
         steps: calls in the longest of them.
     """
-    machine = type("SuiteMachine", (EngineMachine,), {"suite": suite})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            phases=[Phase.explicit, Phase.reuse, Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
+    failures: list[tuple[Exception, list[str]]] = []
+    machine = type("SuiteMachine", (EngineMachine,), {"suite": suite, "failures": failures})
+    chosen = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
+    flaky: Flaky | None = None
+    try:
+        run_state_machine_as_test(machine, settings=chosen)
+    except Flaky as unrepeatable:
+        flaky = unrepeatable
+        if not failures:
+            raise
+    if failures:  # it went wrong once, and not in the same way when it was done again: once is enough
+        error, calls = failures[0]
+        raise AssertionError(f"{error} (after {'; '.join(calls)})") from flaky

@@ -48,7 +48,7 @@ class SuiteBase:
     memory = PLAIN
     label = ""
     cycles = 200
-    examples = 20
+    examples = 40
     group: ClassVar[str] = ""
 
     def make_engine(self) -> Engine:
