@@ -34,6 +34,11 @@ def until(condition, timeout_s=10):
         time.sleep(0.02)
 
 
+def is_named(words):
+    """What is noticed first is chance: the connection, the write, or that a claim never came."""
+    return any(f": {code}: " in words for code in ("peer_lost", "write_failed", "no_claim"))
+
+
 def carry(cluster, num_tokens, **facts):
     request = cluster.request(num_tokens, **facts)
     request.wait()
@@ -43,6 +48,8 @@ def carry(cluster, num_tokens, **facts):
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_requests_of_unequal_sides(processes, engine):
+    with Cluster(*sides("page=16", "page=16"), processes=processes, engine=engine) as first:
+        carry(first, 20)  # a native library keeps some of what it opens when it is used for the first time
     before = threading.active_count()
     with Cluster(*sides("tp=2,page=16", "tp=4,page=8"), processes=processes, engine=engine) as cluster:
         open_at_once = [cluster.request(count, prefix=5, chunk_pages=2, sends=False) for count in (17, 130, 64)]
@@ -75,6 +82,7 @@ def test_a_connection_that_is_cut_fails_what_is_open_by_name_and_the_next_reques
     with Cluster(*sides(), proxy=True, **QUICK, engine=engine) as cluster:
         carry(cluster, 100)
         request = cluster.request(100, chunk_pages=2, sends=False)
+        until(lambda: {rank.poll(request.room) for rank in request.decode} == {"Transferring"})
         if when != "before":
             request.send(1 if when == "between two chunks" else None)
         if when == "after":
@@ -83,7 +91,7 @@ def test_a_connection_that_is_cut_fails_what_is_open_by_name_and_the_next_reques
             proxy.cut()
         if when != "after":
             assert request.ends(10) == ["Failed"] * 3
-            assert all("peer_lost" in words or "no_claim" in words for words in request.failures()), request.failures()
+            assert all(is_named(words) for words in request.failures()), request.failures()
         request.clear(10)
         carry(cluster, 100)
         assert cluster.clean() == []
@@ -115,7 +123,7 @@ def test_a_rank_that_is_killed_fails_its_requests_by_name_on_the_others(side, en
         victim.kill()
         assert other.wait(request.room, 10) == "Failed"
         words = other.failure(request.room)
-        assert "peer_lost" in words or "No such process" in words
+        assert is_named(words), words
         if side == "prefill" and "FENCE" not in other.caps():
             time.sleep(3)  # more than the drain limit
             assert not other.clear(request.room), "what can't be proven to be quiet stays held"

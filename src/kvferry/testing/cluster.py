@@ -121,7 +121,7 @@ class Cluster:
         """What is not as it was before, in words; [] if all is.
 
         While the cluster is open: rooms, grants and pages of all ranks, and their threads' health. After `close`:
-        threads and descriptors (sockets among them) of this process.
+        threads and descriptors (sockets among them) that this process has more than before.
 
         Args:
             limit_s: how long to wait for it: grants go when a peer has heard of it.
@@ -140,7 +140,7 @@ class Cluster:
     def _leftovers(self) -> list[str]:
         if self._closed:
             now = _resources()
-            return [f"{now[what] - count:+d} {what}" for what, count in self._before.items() if now[what] != count]
+            return [f"{now[what] - count:+d} {what}" for what, count in self._before.items() if now[what] > count]
         found = [words for rank in self.ranks if not rank.health() for words in rank.leftovers()]
         return found + [f"{rank.layout.rank}: {words}" for rank in self.ranks if (words := rank.health())]
 
