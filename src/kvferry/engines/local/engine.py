@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import resource
 import secrets
 import selectors
@@ -31,9 +30,10 @@ from kvferry.engines.local.syscalls import error_name
 from kvferry.engines.local.target import Target
 from kvferry.engines.local.tcp_link import TcpLink
 from kvferry.engines.local.waker import Waker
+from kvferry.engines.owner import Owner, not_open
 from kvferry.engines.rows import why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
-from kvferry.errors import EngineError, EngineUnavailable, ForkError, KvferryError, WireError
+from kvferry.errors import EngineError, EngineUnavailable, KvferryError, WireError
 from kvferry.ids import PeerId
 from kvferry.plan.batch import Batch, Limits
 
@@ -71,7 +71,7 @@ class LocalEngine:
         self._fences: dict[Ticket, tuple[PeerId, int | None]] = {}
         self._done: list[Done] = []
         self._target: Target | None = None
-        self._pid = 0
+        self._owner = Owner(self.name)
         self._stepped_at = 0.0
 
     def open(self, config: EngineConfig) -> None:
@@ -92,7 +92,7 @@ class LocalEngine:
         self._sending = Lanes("kvferry-local-send", self._connections)
         self.caps = _caps_of(self._mechanism)
         self._me = config.me
-        self._pid = os.getpid()
+        self._owner = Owner(self.name)
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._advertise_host = config.advertise_host
         try:
@@ -225,7 +225,7 @@ class LocalEngine:
 
     def close(self) -> None:
         """Stop; ends threads and sockets. May be called twice; does nothing in a forked child."""
-        if self._target is None or self._pid != os.getpid():
+        if self._target is None or not self._owner.is_here:
             return
         for peer in list(self._attachments):
             self._drop_attachment(peer)
@@ -262,13 +262,9 @@ class LocalEngine:
 
     def _opened(self) -> Target:
         if self._target is None:
-            raise EngineError("the local engine is not open", hint="call open() first, and nothing after close()")
+            raise not_open(self.name)
         # a child has the sockets and the epoll descriptor, but no thread: what it does there its parent's peers see
-        if self._pid != os.getpid():
-            raise ForkError(
-                f"this local engine was opened in process {self._pid} and used in its fork {os.getpid()}",
-                hint="open an engine after the fork, in each process its own",
-            )
+        self._owner.check()
         return self._target
 
     def _tries(self, peer: PeerId, blob: Blob) -> Tries:

@@ -19,6 +19,7 @@ from kvferry.engines.mooncake.options import Options, parse
 from kvferry.engines.mooncake.peer import Attaching, Peer, Unproven, Writing
 from kvferry.engines.mooncake.quiet import LIMITS
 from kvferry.engines.mooncake.serving import MAIN, Serving
+from kvferry.engines.owner import Owner, not_open
 from kvferry.engines.rows import why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
 from kvferry.errors import EngineError, WireError
@@ -87,6 +88,7 @@ class MooncakeEngine:
         host = config.advertise_host.strip("[]")
         library.set_environment(self._options.timeout_s, config.data_ports, ipv6=":" in host)
         self._place = Place(host, self._options.protocol, self._options.devices)
+        self._owner = Owner(self.name)
         self._serving = Serving(self._place, config.me.incarnation)
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -137,6 +139,7 @@ class MooncakeEngine:
 
     def submit(self, peer: PeerId, batch: Batch) -> Ticket:
         """Hand a batch to the peer's thread, which writes one after the other."""
+        self._opened()
         ticket = next(self._tickets)
         attached = self._peers.get(peer)
         why = why_not(batch, self._sources, self.limits)
@@ -174,6 +177,7 @@ class MooncakeEngine:
 
     def detach(self, peer: PeerId) -> None:
         """Forget a peer; its queued batches are refused, the one that is being written still ends by itself."""
+        self._opened()
         gone = self._peers.pop(peer, None)
         if gone is not None:
             gone.leave()
@@ -182,8 +186,8 @@ class MooncakeEngine:
         self._opened().forget(peer.epoch)
 
     def close(self) -> None:
-        """Stop; ends threads, waiting for 2 s, and instances. May be called twice."""
-        if self._serving is None:
+        """Stop; ends threads, waiting for 2 s, and instances. May be called twice; does nothing in a forked child."""
+        if self._serving is None or not self._owner.is_here:
             return
         for peer in list(self._peers):
             self.detach(peer)
@@ -217,7 +221,8 @@ class MooncakeEngine:
 
     def _opened(self) -> Serving:
         if self._serving is None:
-            raise EngineError("the mooncake engine is not open", hint="call open() first, and nothing after close()")
+            raise not_open(self.name)
+        self._owner.check()
         return self._serving
 
     def _new(self, name: PeerId) -> Peer:

@@ -12,6 +12,7 @@ import numpy as np
 from kvferry.engines.mooncake.blob import NONCE_BYTES
 from kvferry.engines.mooncake.library import engine_class
 from kvferry.engines.mooncake.sockets import listening_ports, wake_listener
+from kvferry.engines.owner import keep_in_forks
 from kvferry.engines.seam import Region
 from kvferry.errors import EngineError
 from kvferry.plan.batch import Batch
@@ -71,6 +72,7 @@ class Instance:
         self._regions: tuple[Region, ...] = ()
         self._page = np.frombuffer(bytearray(os.urandom(NONCE_BYTES)), np.uint8)
         self._engine.register_memory(self.page_address, NONCE_BYTES)
+        keep_in_forks(self)
 
     @property
     def page_address(self) -> int:

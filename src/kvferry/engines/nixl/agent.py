@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from kvferry.engines.nixl.library import Library, keep_in_forks
+from kvferry.engines.nixl.library import Library
 from kvferry.engines.nixl.memory import HOST, Rows, host_row
 from kvferry.engines.nixl.native import TransferFailed, explain
+from kvferry.engines.owner import Owner, keep_in_forks
 from kvferry.engines.seam import Region
 from kvferry.errors import EngineError, EngineUnavailable
 
@@ -44,7 +44,7 @@ class Agent:
         # a progress thread would take a whole processor for ever; `progress` does its work
         config = library.api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self.name = name
-        self._pid = os.getpid()
+        self._owner = Owner("nixl")
         try:
             self._native = library.api.nixl_agent(name, config)
             self.plugins: list[str] = sorted(self._native.get_plugin_list())
@@ -150,7 +150,7 @@ class Agent:
 
     def close(self) -> None:
         """End it, all its connections and registrations. Does nothing in a forked child, see `keep_in_forks`."""
-        if self._native is None or self._pid != os.getpid():
+        if self._native is None or not self._owner.is_here:
             return
         self._drop_memory()
         self._deregister(self._page_registration)

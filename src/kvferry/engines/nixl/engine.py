@@ -23,9 +23,10 @@ from kvferry.engines.nixl.options import Options, parse
 from kvferry.engines.nixl.peers import Peers
 from kvferry.engines.nixl.probe import Probe
 from kvferry.engines.nixl.unproven import Unproven
+from kvferry.engines.owner import Owner, not_open
 from kvferry.engines.rows import why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
-from kvferry.errors import EngineError, ForkError, WireError
+from kvferry.errors import EngineError, WireError
 from kvferry.ids import PeerId
 from kvferry.plan.batch import Batch, Limits
 
@@ -102,7 +103,7 @@ class NixlEngine:
         name = f"kvferry-{self._incarnation:016x}-{secrets.token_hex(4)}"
         self._agent = Agent(self._library, name, self._options.backend, self._options.parameters, self._nonce)
         self._peers = Peers(self._agent)
-        self._pid = os.getpid()
+        self._owner = Owner(self.name)
         if self._agent.has_device_memory:
             self.caps |= Caps.DEVICE_MEMORY
 
@@ -215,7 +216,7 @@ class NixlEngine:
     def close(self) -> None:
         """Stop; ends connections and registrations. May be called twice."""
         agent, self._agent = self._agent, None
-        if agent is None or self._pid != os.getpid():
+        if agent is None or not self._owner.is_here:
             return
         self._peers.forget_all()
         for probe in self._probes:
@@ -256,12 +257,8 @@ class NixlEngine:
 
     def _opened(self) -> Agent:
         if self._agent is None:
-            raise EngineError("the NIXL engine is not open", hint="call open() first, and nothing after close()")
-        if self._pid != os.getpid():
-            raise ForkError(
-                f"this NIXL engine was opened in process {self._pid} and used in its fork {os.getpid()}",
-                hint="start worker processes with the spawn method, and open engines after the start",
-            )
+            raise not_open(self.name)
+        self._owner.check()
         return self._agent
 
     def _in_use(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""The native library: which build of it there is, how it is imported, and what must never be done to it in a fork."""
+"""The native library: which build of it there is, how it is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import weakref
 from types import ModuleType
 from typing import NamedTuple
 
@@ -75,23 +74,3 @@ def version(build: str) -> str:
         return importlib.metadata.version(build.replace("_", "-"))
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-
-_never_freed_in_a_fork: weakref.WeakSet[object] = weakref.WeakSet()
-
-
-def keep_in_forks(owner: object) -> None:
-    """Never free, in a forked child, what an object holds.
-
-    UCX closes connections when an agent is freed. A child that did so would change the set of descriptors that it
-    shares with its parent, and UCX ends the parent's process as soon as it notices.
-    """
-    _never_freed_in_a_fork.add(owner)
-
-
-def _forked() -> None:
-    for owner in list(_never_freed_in_a_fork):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
-
-
-os.register_at_fork(after_in_child=_forked)
