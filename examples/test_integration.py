@@ -1,7 +1,7 @@
 """Two tests of a user's own grids: pytest examples/test_integration.py."""
 
 from kvferry.presets import attention, layouts_of, parse_grid
-from kvferry.testing.cluster import Cluster
+from kvferry.testing import Cluster
 
 MODEL = attention("my-model", layers=4, kv_heads=8, head_dim=64)
 PREFILL, DECODE = (layouts_of(MODEL, parse_grid(grid), 64) for grid in ("tp=4,page=16", "tp=1,page=64,order=hnd"))

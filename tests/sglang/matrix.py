@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from servers import Setup
+from servers import ENGINE, Setup
 
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 """SGLang binds each rank to cores of its own."""
 SECRET = {"KVFERRY_SECRET": "only-these-two-servers-know-it"}
 SEQUENTIAL = ("--disable-overlap-schedule",)
 
+TCP = {"local": "mechanism=tcp", "nixl": "param.engine_config=TLS=tcp"}
+"""Options of engines that would take another way on one host."""
+
 TO_HOST = ("--disaggregation-decode-retraction-backup", "host_pool", "--disaggregation-decode-host-receive-threshold")
 """Decode receives into host memory once so much of the device's is taken: a number from 0 to 1 follows."""
-ALWAYS_TO_HOST = (*TO_HOST, "0")
+ALWAYS_TCP = {"local": "mechanism=tcp", "nixl": "param.engine_config=TLS=tcp"}
+"""Options of engines that would take another way on one host."""
+
+TO_HOST = (*TO_HOST, "0")
 
 SETUPS = {
     "base": Setup(),
@@ -30,9 +36,9 @@ SETUPS = {
     "no-prefix-cache": Setup(args=("--disable-radix-cache",)),
     "decode-prefix-cache": Setup(decode_args=("--disaggregation-decode-enable-radix-cache",)),
     "optimistic-prefill": Setup(prefill_args=("--optimistic-prefill-attempts", "2")),
-    "tcp": Setup(env={"KVFERRY_ENGINE_OPTIONS": "mechanism=tcp"}),
+    "tcp": Setup(env={"KVFERRY_ENGINE_OPTIONS": TCP.get(ENGINE, "")}),
     "full-digest": Setup(env={"KVFERRY_DIGEST": "full"}),
-    "by-engine-name": Setup(backend="kvferry_local"),
+    "by-engine-name": Setup(backend=f"kvferry_{ENGINE}"),
     "secret": Setup(env=SECRET),
     "all-interfaces": Setup(args=("--host", "0.0.0.0"), env=SECRET),
     "qwen3": Setup("qwen3", "float32"),

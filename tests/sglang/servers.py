@@ -22,6 +22,8 @@ from client import get_status
 HERE = Path(__file__).parent
 SITE = HERE / "site"
 """Goes on the path of all processes that import SGLang."""
+ENGINE = os.environ.get("FERRY_TEST_ENGINE", "local")
+"""The transfer engine of all servers that don't name one; `make sglang` runs all tests with each."""
 START_LIMIT_S = 90.0
 _PORTS = range(20000, 30000)
 """Below those that the system gives to connections."""
@@ -37,6 +39,8 @@ _ENV = {
     "KVFERRY_BOOTSTRAP_TIMEOUT_S": "15",
     "KVFERRY_CLAIM_TIMEOUT_S": "15",
     "KVFERRY_STALL_S": "15",
+    "KVFERRY_ENGINE": ENGINE,
+    "FERRY_TEST_ENGINE": ENGINE,
 }
 
 

@@ -15,9 +15,9 @@ import pytest
 import zmq
 from checks import check
 from client import Answer, Exchange, at_once, exchange, generation, new_room, post
-from matrix import ALWAYS_TO_HOST
+from matrix import ALWAYS_TO_HOST, TCP
 from models import Reference, references
-from servers import Pair, Setup, free_port
+from servers import ENGINE, Pair, Setup, free_port
 
 StartPair = Callable[[Setup], Pair]
 LIMIT_S = 30.0
@@ -155,7 +155,7 @@ def test_an_engine_that_stands_still(start_pair: StartPair, orders: Path, refere
 def test_garbage_at_the_ports(start_pair: StartPair, reference: Reference) -> None:
     ports = {side: {"KVFERRY_CONTROL_PORTS": str(free_port()), "KVFERRY_DATA_PORTS": str(free_port())}
              for side in ("prefill", "decode")}  # fmt: skip
-    tcp = {"KVFERRY_ENGINE_OPTIONS": "mechanism=tcp"}
+    tcp = {"KVFERRY_ENGINE_OPTIONS": TCP.get(ENGINE, "")}
     pair = start_pair(Setup(env=tcp, prefill_env=ports["prefill"], decode_env=ports["decode"]))
     check_healthy(pair, reference)
     for side in ports.values():

@@ -10,7 +10,7 @@ from byte_compare import wait_for_records
 from checks import check_at_once, check_in_turn
 from matrix import SETUPS, SLOW
 from models import references
-from servers import Pair, Setup
+from servers import ENGINE, Pair, Setup
 
 StartPair = Callable[[Setup], Pair]
 
@@ -23,6 +23,8 @@ def test_tokens_and_bytes(name: str, start_pair: StartPair, model_folder: Callab
     rounds, count = (1, 2) if name in SLOW else (2, 8)
     check_in_turn(pair, known, rounds)
     check_at_once(pair, known, count)
+    for server in pair.servers:
+        assert f", engine {ENGINE}, at tcp://" in server.log.read_text()
 
 
 def test_prefill_sends_what_it_had_cached(start_pair: StartPair, model_folder: Callable[[str], Path]) -> None:

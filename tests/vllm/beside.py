@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from servers import Server, free_port, kvferry, proxy_between, serve
+from serving import Server, free_port, kvferry, proxy_between, serve
 
 from kvferry.serve.transformers_folder import write_folder
 from kvferry.serve.weights import find_model

@@ -9,6 +9,8 @@ import time
 from multiprocessing import get_context
 from typing import Any
 
+ENGINE = os.environ.get("FERRY_TEST_ENGINE", "local")
+"""The transfer engine of all tests; `make vllm` runs all of them with each."""
 ANSWER_LIMIT_S = 90.0
 START_LIMIT_S = 300.0
 """Several start at once, and the first time Python compiles all of vLLM."""
@@ -42,7 +44,7 @@ class Engine:
         if role:
             transfer = {
                 "kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.compat.vllm", "kv_role": role,
-                "kv_load_failure_policy": policy, "kv_connector_extra_config": {"engine": "local", **(settings or {})},
+                "kv_load_failure_policy": policy, "kv_connector_extra_config": {"engine": ENGINE, **(settings or {})},
             }  # fmt: skip
         spawn = get_context("spawn")
         self._pipe, theirs = spawn.Pipe()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from servers import Server, kvferry, proxy_between, serve
+from serving import Server, kvferry, proxy_between, serve
 
 WORDS = "the ferry crosses the river in the fog and its captain counts the bells from the other shore. "
 BEGINNINGS = ("Once upon a time, ", "A list of European capitals: ", "def fibonacci(n): # ")

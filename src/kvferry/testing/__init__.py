@@ -1,8 +1,8 @@
-"""What ships for tests, of kvferry and of its users: an engine suite, an engine that misbehaves, a simulator.
+"""What ships for tests, of kvferry and of its users: a cluster, an engine suite, a misbehaving engine, a simulator.
 
-    from kvferry.testing import EngineMachine, EngineSuite, Faulty
+    from kvferry.testing import Cluster, EngineMachine, EngineSuite, Faulty
 
-Each of the three is imported when it is first used, so that neither pytest nor hypothesis is needed, or paid for, by
+Each of them is imported when it is first used, so that neither pytest nor hypothesis is needed, or paid for, by
 anybody else.
 """
 
@@ -12,13 +12,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvferry.testing.cluster import Cluster
     from kvferry.testing.faulty import Faulty
     from kvferry.testing.machine import EngineMachine
     from kvferry.testing.suite import EngineSuite
 
-__all__ = ["EngineMachine", "EngineSuite", "Faulty"]
+__all__ = ["Cluster", "EngineMachine", "EngineSuite", "Faulty"]
 
-_HOMES = {"EngineMachine": "machine", "EngineSuite": "suite", "Faulty": "faulty"}
+_HOMES = {"Cluster": "cluster", "EngineMachine": "machine", "EngineSuite": "suite", "Faulty": "faulty"}
 
 
 def __getattr__(name: str) -> object:

@@ -1,20 +1,26 @@
-"""The local engine, which holds batches, or leaves out an element, when a test orders it to."""
+"""The engine of the run, which holds batches, or leaves out an element, when a test orders it to."""
 
 from __future__ import annotations
+
+import os
 
 import msgspec
 import orders
 
+from kvferry.engines import find
 from kvferry.engines.seam import Batch, Done, Ticket
 from kvferry.ids import PeerId
-from kvferry.testing.faulty import FaultyEmbedded
+from kvferry.testing.faulty import Faulty
 
 ELEMENT_BYTES = 64
 """One head of one token of the tiny Llama in bfloat16."""
 
 
-class OrderedEngine(FaultyEmbedded):
+class OrderedEngine(Faulty):
     """Looks for orders whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__(find.load(os.environ["FERRY_TEST_ENGINE"]))
 
     def submit(self, peer: PeerId, batch: Batch) -> Ticket:
         """Take a batch, as it should be or not."""

@@ -16,7 +16,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
-from engine_process import ENVIRONMENT
+from engine_process import ENGINE, ENVIRONMENT
 
 START_LIMIT_S = 400.0
 PROXY = Path(__file__).parents[2] / "examples/vllm_proxy.py"
@@ -106,7 +106,7 @@ def kvferry(role: str, policy: str) -> dict[str, Any]:
     """The configuration of our connector."""
     return {
         "kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.compat.vllm", "kv_role": role,
-        "kv_connector_extra_config": {"engine": "local"}, "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"engine": ENGINE}, "kv_load_failure_policy": policy,
     }  # fmt: skip
 
 
