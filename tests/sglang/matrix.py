@@ -14,10 +14,7 @@ TCP = {"local": "mechanism=tcp", "nixl": "param.engine_config=TLS=tcp"}
 
 TO_HOST = ("--disaggregation-decode-retraction-backup", "host_pool", "--disaggregation-decode-host-receive-threshold")
 """Decode receives into host memory once so much of the device's is taken: a number from 0 to 1 follows."""
-ALWAYS_TCP = {"local": "mechanism=tcp", "nixl": "param.engine_config=TLS=tcp"}
-"""Options of engines that would take another way on one host."""
-
-TO_HOST = (*TO_HOST, "0")
+ALWAYS_TO_HOST = (*TO_HOST, "0")
 
 SETUPS = {
     "base": Setup(),
