@@ -38,8 +38,8 @@ def attached(suite):
 
 def test_options_have_defaults_and_an_unknown_one_is_refused_with_the_known_names(monkeypatch):
     monkeypatch.delenv("MC_TRANSFER_TIMEOUT", raising=False)
-    assert parse({}) == ("tcp", "", 0, DEFAULT_TIMEOUT_S)
-    with pytest.raises(ConfigError, match=r"no option 'device'.*'protocol', 'devices', 'device_index', 'timeout_s'"):
+    assert parse({}) == ("tcp", "", DEFAULT_TIMEOUT_S)
+    with pytest.raises(ConfigError, match=r"no option 'device'.*'protocol', 'devices', 'gpu', 'timeout_s'"):
         parse({"device": "mlx5_0"})
 
 
@@ -60,8 +60,7 @@ def test_the_librarys_own_variable_is_the_default(given, seconds, monkeypatch):
     [
         ({"devices": "mlx5_0"}, "mlx5_0"),
         ({"devices": " mlx5_0, mlx5_1 ,"}, "mlx5_0,mlx5_1"),
-        ({"devices": "mlx5_0+mlx5_1"}, "mlx5_0,mlx5_1"),
-        ({"devices": '{"0": "mlx5_0", "3": "mlx5_3,mlx5_4"}', "device_index": "3"}, "mlx5_3,mlx5_4"),
+        ({"devices": '{"0": "mlx5_0", "3": "mlx5_3,mlx5_4"}', "gpu": "3"}, "mlx5_3,mlx5_4"),
     ],
 )
 def test_devices_are_a_name_a_list_or_a_table_by_accelerator(options, names):
@@ -69,7 +68,7 @@ def test_devices_are_a_name_a_list_or_a_table_by_accelerator(options, names):
 
 
 @pytest.mark.parametrize(
-    ("devices", "why"), [("{", "no JSON"), ('{"1": "a"}', r"index 0 \(it has 1"), ("{}", "has none")]
+    ("devices", "why"), [("{", "JSON object"), ('{"1": "a"}', "entry for GPU 1"), ("{}", "for GPU none")]
 )
 def test_devices_that_say_nothing_for_this_process_are_refused(devices, why):
     with pytest.raises(ConfigError, match=why):

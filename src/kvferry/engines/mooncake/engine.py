@@ -36,8 +36,8 @@ class MooncakeEngine:
     """Moves batches with Mooncake's transfer engine, and its memory is written to by peers that do so.
 
     Options: `protocol` ("tcp", "rdma", ...) is handed to the library, which does not heed it: it takes RDMA if it finds
-    devices for that and MC_FORCE_TCP is unset, else TCP; `info` says which. `devices`: the network devices that it may
-    use, and `device_index` (see `options`). `timeout_s`: after how many seconds a transfer is given up, 5 or more; 10
+    devices for that and MC_FORCE_TCP is unset, else TCP; `info` says which. `devices`, `gpu`: the network devices it
+    may use (see `engines.devices`). `timeout_s`: after how many seconds a transfer is given up, 5 or more; 10
     unless MC_TRANSFER_TIMEOUT says otherwise. It is one setting for the process, as are the range of ports and whether
     addresses are IPv6, which the first engine of the process decides.
 

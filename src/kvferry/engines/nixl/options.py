@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import msgspec
-
+from kvferry.engines import devices
+from kvferry.engines.devices import devices_of
 from kvferry.errors import ConfigError
 
 KNOWN = (
-    "backend", "devices", "gpu", "ucx_error_handling_mode", "num_workers", "attach_timeout_s", "transfer_timeout_s",
+    "backend", *devices.OPTIONS, "ucx_error_handling_mode", "num_workers", "attach_timeout_s", "transfer_timeout_s",
 )  # fmt: skip
 PARAMETER = "param."
 """An option with this prefix is handed to the backend under the rest of its name."""
@@ -55,11 +55,10 @@ def _parameters(options: Mapping[str, str]) -> dict[str, str]:
     found = {
         name.removeprefix(PARAMETER): value for name, value in options.items() if name.startswith(PARAMETER)
     }  # fmt: skip
-    devices = _devices(options.get("devices", ""), options.get("gpu", "0"))
-    if devices:
+    if names := ",".join(devices_of(options, "NIXL")):
         if options.get("backend", "UCX") != "UCX":
-            raise _wrong("devices", devices, f"only UCX takes it; for others see '{PARAMETER}<name>'")
-        found["ucx_devices"] = devices
+            raise _wrong("devices", names, f"only UCX takes it; for others see '{PARAMETER}<name>'")
+        found["ucx_devices"] = names
     mode = options.get("ucx_error_handling_mode")
     if mode is not None:
         if mode not in _ERROR_MODES:
@@ -71,19 +70,6 @@ def _parameters(options: Mapping[str, str]) -> dict[str, str]:
             raise _wrong("num_workers", workers, f"a number from 1 to {_MAX_WORKERS}")
         found["num_workers"] = workers
     return found
-
-
-def _devices(text: str, gpu: str) -> str:
-    """A list of device names as it is, or one GPU's entry of a JSON object."""
-    if not text.lstrip().startswith("{"):
-        return text
-    try:
-        by_gpu = msgspec.json.decode(text, type=dict[str, str])
-    except msgspec.DecodeError as error:
-        raise _wrong("devices", text, f"names, or a JSON object with names for each GPU: {error}") from None
-    if gpu not in by_gpu:
-        raise _wrong("gpu", gpu, f"option 'devices' has an entry for GPU {', '.join(sorted(by_gpu)) or 'none'}")
-    return by_gpu[gpu]
 
 
 def _seconds(options: Mapping[str, str], name: str, default: str) -> float:
