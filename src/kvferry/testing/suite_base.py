@@ -124,7 +124,7 @@ class SuiteBase:
             pytest.skip(str(error))
 
     def teardown_method(self) -> None:
-        """End processes and engines."""
+        """End processes and engines, and let go of the pools: pytest keeps a test's object until its run has ended."""
         for process in self._processes:
             process.kill()
         self._processes.clear()
@@ -132,6 +132,7 @@ class SuiteBase:
             end.engine.close()
         if hasattr(self, "pair"):
             self.pair.close()
+        vars(self).clear()
 
     # for the groups
 
