@@ -7,8 +7,9 @@ import time
 import numpy as np
 
 from kvferry import KVReceiver
-from kvferry.bench import child, rooms_side, transfer_side
+from kvferry.bench import child, fixed_pages, model_request, rooms_side, transfer_side
 from kvferry.bench.pattern import fill
+from kvferry.bench.strided import GUARD, Places
 from kvferry.engines import find
 
 ROUND = 3
@@ -46,22 +47,49 @@ class Misplacing(KVReceiver):
 class GuardWriting(transfer_side.DecodeSide):
     def check(self, round_number):
         if round_number == ROUND:
-            rows = transfer_side.rows_of(self.spec, self.pool.array)
-            rows[0, self.guards[-1], -1] += np.uint64(1)
+            rows = fixed_pages.rows_of(self.spec, self.arrays[0])
+            rows[0, self.geometry.guards[-1], -1] += np.uint64(1)
         return super().check(round_number)
 
 
+class ModelGuardWriting(transfer_side.DecodeSide):
+    def check(self, round_number):
+        if round_number == ROUND:
+            words = self.arrays[-1].view(np.uint64)
+            words[np.flatnonzero(words == GUARD)[0]] += np.uint64(1)
+        return super().check(round_number)
+
+
+class OneElement(Places):
+    """Another word in the last element of each field and layer."""
+
+    def write(self, round_number):
+        super().write(round_number)
+        if round_number == ROUND:
+            self.view[self.page[-1], self.offset[-1], -1, 0] += np.uint64(1)
+
+
+class BeforePlaces(Places):
+    def write(self, round_number):
+        super().write(round_number - (round_number == ROUND))
+
+
 def spoil(kind):
-    sides = (transfer_side, rooms_side)
+    sides = (fixed_pages, rooms_side)
     if kind == "one bit":
         for side in sides:
             side.fill = one_bit
     elif kind == "the round before":
-        transfer_side.fill = bytes_of_the_round_before
+        fixed_pages.fill = bytes_of_the_round_before
     elif kind == "other pages":
         transfer_side.KVReceiver = Misplacing
     elif kind == "a guard":
         transfer_side.DecodeSide = GuardWriting
+    elif kind == "a guard of the model's":
+        transfer_side.DecodeSide = ModelGuardWriting
+    elif kind in {"one element", "elements of the round before"}:
+        wrong = OneElement if kind == "one element" else BeforePlaces
+        model_request.places = spoilt_places(wrong, model_request.places)
     elif kind == "no stamp":
         rooms_side.PrefillSide._begin = unstamped
     elif kind == "death of prefill":
@@ -72,6 +100,14 @@ def spoil(kind):
         transfer_side.DecodeSide.check = hang
     elif kind == "a failing engine":
         find.register("local", "spoilt_bench:Failing")
+
+
+def spoilt_places(wrong, right):
+    def places(*arguments):
+        for each in right(*arguments):
+            yield wrong(**vars(each))
+
+    return places
 
 
 def unstamped(side, page, room):

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine_here import need
 from kvferry.bench import children
 from kvferry.bench.transfer_spec import TransferSpec
 from kvferry.cli.main import main
@@ -53,16 +54,16 @@ def bench(*arguments, **variables):
 def test_transfers_are_measured_and_every_byte_is_compared(options, used):
     found = bench(*TRANSFER, *options.split())
     assert set(found) == {
-        "spec", "nbytes", "modes", "memcpy", "stream", "digest_added_percent", "bytes_equal", "rounds_checked",
+        "spec", "nbytes", "modes", "memcpy", "stream", "bare", "digest_added_percent", "bytes_equal", "rounds_checked",
         "pool_page_bytes", "engine_info", "machine",
     }  # fmt: skip
-    assert found["bytes_equal"] is True
+    assert (found["bytes_equal"], found["bare"]) == (True, None)
     assert found["rounds_checked"] == 3  # one to warm up
     assert found["nbytes"] == found["spec"]["layers"] * 24 * 4096
     (mode,) = found["modes"].values()
     assert set(mode) == {
         "times", "gb_per_s", "prefill_cpu_ms", "decode_cpu_ms", "memcpy_ratio", "memcpy_ratio_best", "stream_ratio",
-        "stream_ratio_best",
+        "stream_ratio_best", "bare_ratio", "bare_ratio_best",
     }  # fmt: skip
     assert set(mode["times"]) == set(found["memcpy"]) == TIMES
     assert mode["times"]["samples"] == found["memcpy"]["samples"] == 2
@@ -75,6 +76,35 @@ def test_transfers_are_measured_and_every_byte_is_compared(options, used):
         assert mode["stream_ratio"] == pytest.approx(found["stream"]["median_s"] / mode["times"]["median_s"])
     else:
         assert (found["stream"], mode["stream_ratio"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode", "ranks", "nbytes"),
+    [
+        ("llama-3.1-8b", "tp=2", "order=hnd,arrange=block,page=64", [2, 1], 100 * 32 * 2 * 8 * 128 * 2),
+        ("gpt-oss-20b", "pp=2", "tp=2", [2, 2], (100 + 100) * 12 * 2 * 8 * 64 * 2),
+        ("deepseek-r1", "", "cp=2", [1, 2], 100 * 61 * 576 * 2),
+    ],
+)
+def test_a_models_request_is_measured_between_two_grids(model, prefill, decode, ranks, nbytes):
+    options = ("--model", model, "--prefill", prefill, "--decode", decode, "--tokens", "100", "--repeats", "1")
+    found = bench("bench", "transfer", "--quick", *options, "--inflight", "2")
+    assert found["nbytes"] == found["spec"]["case"]["nbytes"] == 2 * nbytes
+    assert found["spec"]["case"]["ranks"] == dict(zip(("prefill", "decode"), ranks, strict=True))
+    assert found["rounds_checked"] == 2
+    assert len(found["engine_info"]["peers"]) == ranks[0] * ranks[1]
+
+
+@pytest.mark.parametrize("engine", ["nixl", "mooncake"])
+def test_an_engine_is_measured_against_its_own_library(engine):
+    need(engine)
+    found = bench(*TRANSFER, "--engine", engine, "--bare")
+    bare, (mode,) = found["bare"], found["modes"].values()
+    assert (bare["rows"], bare["batches"]) == (24, 1)
+    assert bare["times"]["samples"] == bare["one_batch"]["samples"] == 2
+    assert mode["bare_ratio"] == pytest.approx(bare["times"]["median_s"] / mode["times"]["median_s"])
+    assert found["rounds_checked"] == 9  # one of each kind to warm up
+    assert bench(*TRANSFER, "--engine", engine, "--no-bare")["bare"] is None
 
 
 def test_digests_are_measured_in_turns():
@@ -143,6 +173,26 @@ def spoilt(monkeypatch):
 def test_wrong_bytes_of_a_transfer_are_said_and_are_exit_code_1(kind, words, spoilt, capfd):
     spoilt(kind)
     assert main([*TRANSFER, "--json"]) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert_error(err, f"wrong bytes at the decode side: {words}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("one element", "round 3: rank .*: k of layer 0, head 2, token 99: byte 0 differs"),
+        ("elements of the round before", "round 3: rank .*: k of layer 0, head 0, token 0: byte 0 differs"),
+        (
+            "a guard of the model's",
+            "round 3: byte [0-9]+ of the memory of rank .* differs, which belongs to no request",
+        ),
+    ],
+)
+def test_wrong_bytes_of_a_models_request_are_said_and_are_exit_code_1(kind, words, spoilt, capfd):
+    spoilt(kind)
+    options = ("--model", "smollm2-135m", "--tokens", "100", "--repeats", "2")
+    assert main(["bench", "transfer", "--quick", *options, "--json"]) == 1
     out, err = capfd.readouterr()
     assert out == ""
     assert_error(err, f"wrong bytes at the decode side: {words}")
@@ -222,6 +272,12 @@ def test_an_interrupt_ends_everything(said):
         ("transfer --digest off --compare-digest", "--digest and --compare-digest were both given"),
         ("transfer --digest crc", "--digest 'crc' is not known .one of off, sample, full"),
         ("transfer --mechanism udp", "process: option 'mechanism' of the local engine is 'udp' .one of auto"),
+        ("transfer --engine local --bare", "--bare: no way is known to drive what is below the engine 'local'"),
+        ("transfer --tokens 100", "--tokens was given without --model"),
+        ("transfer --model qwen3-8b --pages 7", "--pages and --model were both given"),
+        ("transfer --model qwen3-8b --decode tp=2,draft=1", "--decode: draft=1: qwen3-8b has no draft layers"),
+        ("transfer --model qwen3-8b --decode dtype=float32", "--prefill and --decode do not fit: .*float32"),
+        ("transfer --model qwen", "unknown model 'qwen'"),
         ("transfer now", "unexpected argument 'now'"),
         ("rooms --peers 1,many", "--peers '1,many' is no list of numbers"),
         ("rooms --peers 3,1", "--peers 3,1 are not ascending numbers"),

@@ -30,19 +30,20 @@ def fill(words: U64, round_number: int, first_word: int = 0) -> None:
     """
     for begin in range(0, len(words), _BLOCK_WORDS):
         part = words[begin : begin + _BLOCK_WORDS]
-        np.add(_COUNTER[: len(part)], _offset(round_number, first_word + begin), out=part)
+        np.add(_COUNTER[: len(part)], word_at(round_number, first_word + begin), out=part)
 
 
 def first_difference(words: U64, round_number: int, first_word: int = 0) -> int:
     """Index of the first word that is not the pattern's; -1 if all are. Arguments as of `fill`."""
     for begin in range(0, len(words), _BLOCK_WORDS):
         part = words[begin : begin + _BLOCK_WORDS]
-        wrong = part != _COUNTER[: len(part)] + _offset(round_number, first_word + begin)
+        wrong = part != _COUNTER[: len(part)] + word_at(round_number, first_word + begin)
         if wrong.any():
             return begin + int(wrong.argmax())
     return -1
 
 
-def _offset(round_number: int, word: int) -> np.uint64:
+def word_at(round_number: int, word: int) -> np.uint64:
+    """The word of a round that the pattern counts as number `word`."""
     value: np.uint64 = np.uint64((round_number * ROUND_STEP + word * STEP + 1) & _MASK)
     return value

@@ -2,82 +2,22 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from kvferry.bench import bare
 from kvferry.bench.children import Child, Crew
 from kvferry.bench.failure import BenchError
 from kvferry.bench.machine import surroundings
-from kvferry.bench.stats import Times, added_percent, gb_per_s, times_of
+from kvferry.bench.stats import times_of
+from kvferry.bench.transfer_report import Sample, TransferReport, added_by_digests, bare_of, mode_of
 from kvferry.bench.transfer_side import Setup
 from kvferry.bench.transfer_spec import TransferSpec, check, settings_of
 
 SIDE = "kvferry.bench.transfer_side"
-
-
-class Mode(msgspec.Struct, frozen=True):
-    """What was measured with one value of the setting `digest`.
-
-    Attributes:
-        times: from just before send() until poll() says Success at the decode side.
-        gb_per_s: by the median.
-        prefill_cpu_ms, decode_cpu_ms: CPU of all threads per round, median; the decode side's polling included.
-        memcpy_ratio: time of a memcpy of the same bytes by the time of the transfer, ratio of medians; 1 is as fast.
-        memcpy_ratio_best: the same of the best deciles.
-        stream_ratio, stream_ratio_best: the same against a plain loopback stream; None where it was not measured.
-    """
-
-    times: Times
-    gb_per_s: float
-    prefill_cpu_ms: float
-    decode_cpu_ms: float
-    memcpy_ratio: float
-    memcpy_ratio_best: float
-    stream_ratio: float | None
-    stream_ratio_best: float | None
-
-
-class TransferReport(msgspec.Struct, frozen=True):
-    """Everything that was measured.
-
-    Attributes:
-        spec: what was asked for.
-        nbytes: bytes of one round.
-        modes: by value of the setting `digest`.
-        memcpy: one thread, contiguous, between pools of the same kind; in turns with the transfers.
-        stream: a plain TCP stream of the same bytes over loopback; None unless bytes went by TCP.
-        digest_added_percent: what each digest costs end to end against "off", median of paired ratios.
-        bytes_equal: whether every byte was right; a report with a wrong one is never made.
-        rounds_checked: rounds whose bytes were compared, warm-up included.
-        pool_page_bytes: page size of the pools of both sides.
-        engine_info: what the prefill side's engine says: the mechanism really used, and why.
-        machine: load average at the start, processors, versions, settings that are not the defaults.
-    """
-
-    spec: TransferSpec
-    nbytes: int
-    modes: dict[str, Mode]
-    memcpy: Times
-    stream: Times | None
-    digest_added_percent: dict[str, float]
-    bytes_equal: bool
-    rounds_checked: int
-    pool_page_bytes: dict[str, int]
-    engine_info: dict[str, Any]
-    machine: dict[str, Any]
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """One transfer: seconds, and CPU seconds of both sides."""
-
-    seconds: float
-    prefill_cpu_s: float
-    decode_cpu_s: float
 
 
 def measure(spec: TransferSpec, say: Callable[[str], None], command: Sequence[str] = ()) -> TransferReport:
@@ -103,6 +43,7 @@ def measure(spec: TransferSpec, say: Callable[[str], None], command: Sequence[st
                 run.transfer(digest)
             run.memcpy()
         run.connect_stream()
+        run.start_bare()
         for number in range(spec.repeats):
             run.turn(number)
             if (number + 1) % max(1, spec.repeats // 5) == 0:
@@ -122,6 +63,8 @@ class _Run:
         self._samples: dict[str, list[Sample]] = {digest: [] for digest in spec.digests}
         self._memcpy: list[float] = []
         self._stream: list[float] = []
+        self._bare: dict[bool, list[Sample]] = {}
+        self._planned: dict[str, int] = {}
         self._pages: dict[str, int] = {}
 
     def start(self) -> None:
@@ -129,10 +72,10 @@ class _Run:
         setup = Setup(self._spec)
         self._prefill = self._crew.start("prefill", f"{SIDE}:PrefillSide", setup)
         self._decode = self._crew.start("decode", f"{SIDE}:DecodeSide", setup)
-        hello = self._crew.ready(self._prefill)
-        self._endpoints: dict[str, str] = hello["endpoints"]
-        self._pages = {"prefill": hello["pool_page_bytes"]}
-        self._pages["decode"] = self._crew.ready(self._decode)["pool_page_bytes"]
+        hello, other = self._crew.ready(self._prefill), self._crew.ready(self._decode)
+        self._endpoints: dict[str, list[str]] = hello["endpoints"]
+        self._pages = {"prefill": hello["pool_page_bytes"], "decode": other["pool_page_bytes"]}
+        self._decode_blocks: list[list[int]] = other["blocks"]
 
     def turn(self, number: int) -> None:
         """One round of everything that is compared, in another order each time."""
@@ -140,20 +83,19 @@ class _Run:
         steps.append(lambda: self._memcpy.append(self.memcpy()))
         if self._streams:
             steps.append(lambda: self._stream.append(self.stream()))
+        steps += [partial(self._sample_bare, one) for one in self._bare]
         for step in np.random.default_rng((self._spec.seed, number)).permutation(len(steps)).tolist():
             steps[step]()
 
     def transfer(self, digest: str) -> Sample:
         """One round of rooms, and the comparison of its bytes. Raises BenchError if any differs."""
         self._rounds += 1
-        endpoint = self._endpoints[digest]
+        endpoints = self._endpoints[digest]
         self._ask(self._prefill, "prepare", round_number=self._rounds, digest=digest)
-        self._ask(self._decode, "prepare", round_number=self._rounds, digest=digest, endpoint=endpoint)
+        self._ask(self._decode, "prepare", round_number=self._rounds, digest=digest, endpoints=endpoints)
         self._ask(self._prefill, "claimed")
         received, sent = self._both("receive", "send")
-        wrong = self._ask(self._decode, "check", round_number=self._rounds)
-        if wrong:
-            raise BenchError(f"wrong bytes at the decode side: {wrong}")
+        self._check()
         return Sample(received["end_s"] - sent["begin_s"], sent["cpu_s"], received["cpu_s"])
 
     def memcpy(self) -> float:
@@ -174,20 +116,54 @@ class _Run:
         end_s, begin_s = self._both("stream_receive", "stream_send")
         return float(end_s - begin_s)
 
+    def start_bare(self) -> None:
+        """Start the engine's own library on both sides, and warm it up, if it is to be driven bare."""
+        if not bare.is_measured(self._spec.engine, self._spec.bare):
+            return
+        self._ask(self._prefill, "bare_start")
+        described = self._ask(self._decode, "bare_start")
+        blocks = self._decode_blocks
+        self._planned = self._ask(self._prefill, "bare_attach", described=described, decode_blocks=blocks)
+        for one in (False, True):
+            self.bare(one)
+            self._bare[one] = []
+
+    def bare(self, one: bool) -> Sample:
+        """One round of the bare library, in kvferry's batches or in one; and the comparison of its bytes."""
+        self._rounds += 1
+        self._ask(self._prefill, "fill", round_number=self._rounds)
+        self._crew.begin(self._decode, "bare_serve")
+        self._crew.answer(self._decode, "bare_serve", self._limit_s)
+        written = self._ask(self._prefill, "bare_write", one=one)
+        self._crew.answer(self._decode, "bare_serve", self._limit_s)
+        self._check()
+        return Sample(written["seconds"], written["cpu_s"])
+
     def report(self, machine: dict[str, Any]) -> TransferReport:
         """What came out."""
         memcpy = times_of(self._memcpy)
         stream = times_of(self._stream) if self._stream else None
+        beside = bare_of(self._bare[False], self._bare[True], **self._planned) if self._bare else None
+        nbytes = self._spec.nbytes
         return TransferReport(
-            spec=self._spec, nbytes=self._spec.nbytes,
-            modes={digest: mode_of(self._spec, samples, memcpy, stream) for digest, samples in self._samples.items()},
-            memcpy=memcpy, stream=stream, digest_added_percent=added_by_digests(self._samples), bytes_equal=True,
-            rounds_checked=self._rounds, pool_page_bytes=self._pages,
+            spec=self._spec, nbytes=nbytes,
+            modes={digest: mode_of(nbytes, each, memcpy, stream, beside) for digest, each in self._samples.items()},
+            memcpy=memcpy, stream=stream, bare=beside, digest_added_percent=added_by_digests(self._samples),
+            bytes_equal=True, rounds_checked=self._rounds, pool_page_bytes=self._pages,
             engine_info=self._ask(self._prefill, "info"), machine=machine,
         )  # fmt: skip
 
     def _sample(self, digest: str) -> None:
         self._samples[digest].append(self.transfer(digest))
+
+    def _sample_bare(self, one: bool) -> None:
+        self._bare[one].append(self.bare(one))
+
+    def _check(self) -> None:
+        """Raises BenchError if a byte of this round differs."""
+        wrong = self._ask(self._decode, "check", round_number=self._rounds)
+        if wrong:
+            raise BenchError(f"wrong bytes at the decode side: {wrong}")
 
     def _both(self, receive: str, send: str) -> tuple[Any, Any]:
         """Have the decode side wait, then the prefill side send; returns what both say of it."""
@@ -198,24 +174,3 @@ class _Run:
 
     def _ask(self, child: Child, what: str, **arguments: Any) -> Any:
         return self._crew.ask(child, what, self._limit_s, **arguments)
-
-
-def added_by_digests(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
-    """Percent that each value of the setting `digest` costs against "off"; empty if that was not measured."""
-    base = [sample.seconds for sample in samples.get("off", ())]
-    others = {digest: series for digest, series in samples.items() if base and digest != "off"}
-    return {digest: added_percent(base, [sample.seconds for sample in series]) for digest, series in others.items()}
-
-
-def mode_of(spec: TransferSpec, samples: Sequence[Sample], memcpy: Times, stream: Times | None) -> Mode:
-    """Sum up the rounds of one mode."""
-    times = times_of([sample.seconds for sample in samples])
-    return Mode(
-        times=times, gb_per_s=gb_per_s(spec.nbytes, times.median_s),
-        prefill_cpu_ms=1e3 * statistics.median(sample.prefill_cpu_s for sample in samples),
-        decode_cpu_ms=1e3 * statistics.median(sample.decode_cpu_s for sample in samples),
-        memcpy_ratio=memcpy.median_s / times.median_s,
-        memcpy_ratio_best=memcpy.best_decile_s / times.best_decile_s,
-        stream_ratio=stream.median_s / times.median_s if stream else None,
-        stream_ratio_best=stream.best_decile_s / times.best_decile_s if stream else None,
-    )  # fmt: skip

@@ -1,35 +1,29 @@
-"""One side of `kvferry bench transfer`, in a process of its own."""
+"""One side of `kvferry bench transfer`, in a process of its own that holds all ranks of the side."""
 
 from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from kvferry.api import KVArgs, KVClassType, KVManager, KVReceiver, KVSender, get_kv_class
+from kvferry.bench import bare
+from kvferry.bench.bare_rows import Block, joined, planned
 from kvferry.bench.child import note
+from kvferry.bench.fixed_pages import FixedPages
+from kvferry.bench.geometry import Geometry, Share
 from kvferry.bench.habits import until_claimed, until_success
-from kvferry.bench.pattern import fill, first_difference
+from kvferry.bench.model_request import ModelRequest
 from kvferry.bench.stream import StreamEnd
-from kvferry.bench.transfer_spec import (
-    TransferSpec,
-    layout_of,
-    manager_settings,
-    rows_of,
-    shares,
-    source_pages,
-    target_pages,
-)
-from kvferry.pool import allocate_pool
+from kvferry.bench.transfer_spec import TransferSpec, manager_settings
+from kvferry.plan import Batch
+from kvferry.pool import Pool, allocate_pool
 
 PREFILL_S = 0.02
 """Between naming the pages and sending them there is at least a forward pass; kvferry uses the time to prepare."""
-
-GUARD_ROUND = (1 << 63) + 1
-"""The pattern of pages that nothing is ever sent to; no round of a measurement has this number."""
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -38,87 +32,126 @@ class Setup(msgspec.Struct, frozen=True):
     spec: TransferSpec
 
 
+def geometry_of(spec: TransferSpec) -> Geometry:
+    """What a round moves."""
+    return FixedPages(spec) if spec.case is None else ModelRequest(spec, spec.case)
+
+
 class TransferSide:
-    """A pool, and a manager over it for each value of the setting `digest`."""
+    """A pool for each rank, and a manager over it for each value of the setting `digest`."""
 
     takes = Setup
 
-    def __init__(self, setup: Setup, side: str, fill_round: int) -> None:
+    def __init__(self, setup: Setup, side: str) -> None:
         spec = self.spec = setup.spec
-        self.pool = allocate_pool(spec.pool_bytes, kind=spec.pool)
-        self.words = self.pool.array[: spec.pool_bytes].view(np.uint64)
-        fill(self.words, fill_round)
-        manager = get_kv_class(spec.engine, KVClassType.MANAGER)
-        args = KVArgs(layout_of(spec), [self.pool])
-        self.managers: dict[str, KVManager] = {}
+        self.geometry = geometry_of(spec)
+        self.shares = self.geometry.shares(side)
+        self.pools = [allocate_pool(nbytes, kind=spec.pool) for nbytes in self.geometry.pool_bytes(side)]
+        self.arrays = [pool.array for pool in self.pools]
+        self.geometry.begin(side, self.arrays)
+        self.stream = StreamEnd()
+        self.managers: dict[str, list[KVManager]] = {digest: [] for digest in spec.digests}
+        self.bare: bare.Bare | None = None
         try:
-            for digest in spec.digests:
-                self.managers[digest] = manager(args, side, **manager_settings(spec.mechanism, digest))
+            self._start(side)
         except BaseException:
             self.close()
             raise
 
     def hello(self) -> dict[str, Any]:
-        """Addresses, and what the pool lies on."""
-        endpoints = {digest: manager.endpoint for digest, manager in self.managers.items()}
-        return {"endpoints": endpoints, "pool_page_bytes": self.pool.page_bytes}
+        """Addresses, and what the pools lie on."""
+        return {
+            "endpoints": {digest: [each.endpoint for each in ranks] for digest, ranks in self.managers.items()},
+            "pool_page_bytes": min(pool.page_bytes for pool in self.pools),
+            "blocks": self.blocks,
+        }
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Address and bytes of each rank's memory."""
+        return [(pool.address, pool.nbytes) for pool in self.pools]
 
     def info(self) -> dict[str, Any]:
-        """What the engine says of itself."""
-        info: dict[str, Any] = next(iter(self.managers.values())).info()["engine_info"]
-        return info
+        """What the first rank's engine says of itself, with the peers of all ranks."""
+        found: list[dict[str, Any]] = [each.info()["engine_info"] for each in next(iter(self.managers.values()))]
+        peers = {peer: how for info in found for peer, how in info.get("peers", {}).items()}
+        return found[0] | ({"peers": peers} if "peers" in found[0] else {})
+
+    def bare_start(self) -> str:
+        """Start the engine's own library over the same memory; returns what the other side has to know."""
+        self.bare = bare.make(self.spec.engine, self.blocks)
+        return self.bare.describe()
 
     def close(self) -> None:
         """Stop the managers."""
-        for manager in self.managers.values():
-            manager.shutdown()
+        if self.bare is not None:
+            self.bare.close()
+        self.stream.close()
+        for ranks in self.managers.values():
+            for manager in ranks:
+                manager.shutdown()
 
-    def room_numbers(self, round_number: int) -> range:
-        """The room numbers of a round."""
+    def of_round(self, round_number: int, digest: str) -> Iterator[tuple[KVManager, int, Share]]:
+        """The parts of all ranks in all requests of a round: manager, room number, pages."""
         first = round_number * self.spec.inflight + 1
-        return range(first, first + self.spec.inflight)
+        for share in self.shares:
+            yield self.managers[digest][share.rank], first + share.room, share
+
+    def _start(self, side: str) -> None:
+        spec, layouts = self.spec, self.geometry.layouts(side)
+        kind = get_kv_class(spec.engine, KVClassType.MANAGER)
+        for digest, ranks in self.managers.items():
+            for layout, pool in zip(layouts, self.pools, strict=True):
+                args = KVArgs(layout, [pool], group=layouts if len(layouts) > 1 else ())
+                ranks.append(kind(args, side, **manager_settings(spec.mechanism, digest)))
 
 
 class PrefillSide(TransferSide):
-    """Fills its pool, sends, and copies the same bytes with memcpy for comparison."""
+    """Fills its pools, sends, and copies the same bytes with memcpy for comparison."""
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, "prefill", 0)
-        self.pages = shares(self.spec, source_pages(self.spec))
+        super().__init__(setup, "prefill")
         self.scratch = allocate_pool(self.spec.nbytes, kind=self.spec.pool)
-        self.senders: list[KVSender] = []
-        self.stream = StreamEnd()
+        self.senders: list[tuple[KVSender, Share]] = []
+        self.batches: list[Batch] = []
 
     def prepare(self, round_number: int, digest: str) -> None:
         """Write the round's bytes and open its rooms."""
-        fill(self.words, round_number)
-        manager = self.managers[digest]
-        for room, pages in zip(self.room_numbers(round_number), self.pages, strict=True):
-            self.senders.append(KVSender(manager, None, room))
-            self.senders[-1].init(len(pages))
+        self.fill(round_number)
+        for manager, room, share in self.of_round(round_number, digest):
+            sender = KVSender(manager, None, room)
+            self.senders.append((sender, share))
+            sender.init(len(share.pages), num_tokens=self.geometry.tokens)
+
+    def fill(self, round_number: int) -> None:
+        """Write the round's bytes."""
+        self.geometry.fill(self.arrays, round_number)
 
     def claimed(self) -> None:
         """Wait until the decode side has named its pages in every room, and as long as a short prefill takes."""
-        until_claimed(self.senders, "wait", self.spec.round_limit_s)
+        until_claimed([sender for sender, _ in self.senders], "wait", self.spec.round_limit_s)
         time.sleep(PREFILL_S)
 
     def send(self) -> dict[str, float]:
         """Send, wait until all is through; returns when it began and the CPU seconds of all threads."""
         cpu_s = time.process_time()
         begin_s = time.monotonic()
-        for sender, pages in zip(self.senders, self.pages, strict=True):
-            sender.send(pages)
-        until_success(self.senders, "wait", self.spec.round_limit_s)
+        for sender, share in self.senders:
+            sender.send(share.pages, share.states or None)
+        until_success([sender for sender, _ in self.senders], "wait", self.spec.round_limit_s)
         cpu_s = time.process_time() - cpu_s
-        for sender in self.senders:
+        for sender, _ in self.senders:
             sender.clear()
         self.senders.clear()
         return {"begin_s": begin_s, "cpu_s": cpu_s}
 
     def memcpy(self) -> float:
-        """Seconds that one memcpy of as many contiguous bytes takes, from this pool to another of its kind."""
+        """Seconds that a memcpy of as many bytes takes, one run of each rank's pool to another of its kind."""
+        target = self.scratch.address
         begin_s = time.monotonic()
-        ctypes.memmove(self.scratch.address, self.pool.address, self.spec.nbytes)
+        for pool, nbytes in portions(self.pools, self.spec.nbytes):
+            ctypes.memmove(target, pool.address, nbytes)
+            target += nbytes
         return time.monotonic() - begin_s
 
     def stream_connect(self, port: int) -> None:
@@ -126,38 +159,50 @@ class PrefillSide(TransferSide):
         self.stream.connect(port)
 
     def stream_send(self) -> float:
-        """Send as many bytes of the pool through it; returns when it began."""
+        """Send as many bytes of the pools through it; returns when it began."""
         begin_s = time.monotonic()
-        self.stream.send(self.pool.array.data[: self.spec.nbytes])
+        for pool, nbytes in portions(self.pools, self.spec.nbytes):
+            self.stream.send(pool.array.data[:nbytes])
         return begin_s
 
-    def close(self) -> None:
-        """Stop."""
-        super().close()
-        if hasattr(self, "stream"):
-            self.stream.close()
+    def bare_attach(self, described: str, decode_blocks: list[Block]) -> dict[str, int]:
+        """Get to know the other side's library, and plan the rows; returns how many there are."""
+        assert self.bare is not None
+        self.bare.attach(described)
+        limits = next(iter(self.managers.values()))[0].node.limits
+        self.batches = planned(self.geometry, self.blocks, [(a, n) for a, n in decode_blocks], limits)
+        return {"rows": sum(map(len, self.batches)), "batches": len(self.batches)}
+
+    def bare_write(self, one: bool) -> dict[str, float]:
+        """Have the library write the round, in kvferry's batches or as one; seconds, and CPU of all threads."""
+        assert self.bare is not None
+        batches = [joined(self.batches)] if one else self.batches
+        cpu_s = time.process_time()
+        begin_s = time.monotonic()
+        self.bare.write(batches)
+        seconds = time.monotonic() - begin_s
+        cpu_s = time.process_time() - cpu_s
+        self.bare.tell()
+        return {"seconds": seconds, "cpu_s": cpu_s}
 
 
 class DecodeSide(TransferSide):
     """Names its pages, waits for the bytes, and compares all of them."""
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, "decode", GUARD_ROUND)
-        spec = self.spec
-        self.source, self.target = source_pages(spec), target_pages(spec)
-        self.pages = shares(spec, self.target)
-        self.guards = np.setdiff1d(np.arange(spec.pool_pages), self.target)
+        super().__init__(setup, "decode")
         self.receivers: list[KVReceiver] = []
-        self.stream = StreamEnd()
 
-    def prepare(self, round_number: int, digest: str, endpoint: str) -> None:
+    def prepare(self, round_number: int, digest: str, endpoints: list[str]) -> None:
         """Open the round's rooms and name their pages."""
-        manager = self.managers[digest]
-        for room, pages in zip(self.room_numbers(round_number), self.pages, strict=True):
-            receiver = KVReceiver(manager, None, room, peers=[endpoint])
+        for manager, room, share in self.of_round(round_number, digest):
+            receiver = KVReceiver(manager, None, room, peers=endpoints)
             self.receivers.append(receiver)
             receiver.init()
-            receiver.send_metadata(pages)
+            if self.geometry.tokens is None and not share.states:
+                receiver.send_metadata(share.pages)
+            else:
+                receiver.send_metadata(share.pages, None, share.states, num_tokens=self.geometry.tokens)
 
     def receive(self) -> dict[str, float]:
         """Wait until all is there; returns when it was and the CPU seconds of all threads, polling included."""
@@ -172,23 +217,8 @@ class DecodeSide(TransferSide):
         return {"end_s": end_s, "cpu_s": cpu_s}
 
     def check(self, round_number: int) -> str:
-        """Compare every byte of the pool; returns what is wrong, in words, or an empty text."""
-        rows = rows_of(self.spec, self.pool.array)
-        source = dict(zip(self.target.tolist(), self.source.tolist(), strict=True))
-        pages, words = rows.shape[1:]
-        for tensor, page in np.ndindex(len(rows), pages):
-            expected_page = source.get(page, page)
-            pattern = round_number if page in source else GUARD_ROUND
-            at = first_difference(rows[tensor, page], pattern, (tensor * pages + expected_page) * words)
-            if at >= 0:
-                what = (
-                    f"which holds page {source[page]} of the source" if page in source else "which belongs to no room"
-                )
-                return (
-                    f"round {round_number}: byte {8 * at} of page {page}, tensor {tensor}, differs; "
-                    f"the page is one {what}: found {int(rows[tensor, page, at]):#018x}"
-                )
-        return ""
+        """Compare every byte of the pools; returns what is wrong, in words, or an empty text."""
+        return self.geometry.check(self.arrays, round_number)
 
     def stream_listen(self) -> int:
         """Open a plain socket for the comparison; returns its port."""
@@ -200,8 +230,18 @@ class DecodeSide(TransferSide):
         self.stream.receive(self.spec.nbytes)
         return time.monotonic()
 
-    def close(self) -> None:
-        """Stop."""
-        super().close()
-        if hasattr(self, "stream"):
-            self.stream.close()
+    def bare_serve(self) -> None:
+        """Do what the library needs done while it is written to."""
+        assert self.bare is not None
+        note("waiting")
+        self.bare.serve(self.spec.round_limit_s)
+
+
+def portions(pools: Sequence[Pool], nbytes: int) -> Iterator[tuple[Pool, int]]:
+    """Pools in turns, with how many bytes of each make so many together; from the first on again where they end."""
+    while nbytes > 0:
+        for pool in pools:
+            count = min(pool.nbytes, nbytes)
+            if count:
+                yield pool, count
+            nbytes -= count

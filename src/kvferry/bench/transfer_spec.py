@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from kvferry import config as settings
 from kvferry.api import KVClassType, get_kv_class
+from kvferry.bench import bare
 from kvferry.bench.habits import WAITS
+from kvferry.bench.model_case import ModelCase
 from kvferry.config import DIGESTS, Config
 from kvferry.engines import find
 from kvferry.errors import InputError
@@ -33,7 +35,7 @@ class TransferSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine: name of the transfer engine.
         mechanism: option "mechanism" of the engine; None leaves it to the engine.
-        layers: layers of the model.
+        layers: layers of the model; it, `pages`, `page_bytes` and `layout` count only without `case`.
         pages: pages of the request, or of all requests in flight together.
         page_bytes: bytes of one page of one layer, K and V together.
         order: which pages on the two sides; see `source_pages` and `target_pages`.
@@ -45,6 +47,8 @@ class TransferSpec(msgspec.Struct, frozen=True, kw_only=True):
         layout: "page": a page of all layers is one run; "layer": one tensor for K and one for V of each layer.
         wait: how the decode side waits.
         seed: decides the shuffled order.
+        case: a model's request between two grids; None where pages of a fixed size are moved between two ranks.
+        bare: whether the engine's library is driven bare beside; None where it can be.
     """
 
     engine: str = "local"
@@ -61,10 +65,14 @@ class TransferSpec(msgspec.Struct, frozen=True, kw_only=True):
     layout: str = "page"
     wait: str = "yield"
     seed: int = 1
+    case: ModelCase | None = None
+    bare: bool | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that travel in one round."""
+        if self.case is not None:
+            return self.case.nbytes
         return self.layers * self.pages * self.page_bytes
 
     @property
@@ -102,6 +110,15 @@ def check(spec: TransferSpec) -> None:
     at_least("seed", spec.seed, 0)
     chosen(("order", spec.order, ORDERS), ("pool", spec.pool, POOLS), ("layout", spec.layout, LAYOUTS))
     chosen(("wait", spec.wait, WAITS), *(("digest", digest, DIGESTS) for digest in spec.digests))
+    if spec.case is None:
+        _check_fixed(spec)
+    check_engine(spec.engine, spec.mechanism)
+    bare.check(spec.engine, spec.bare)
+    for digest in spec.digests:
+        settings_of(spec.mechanism, digest)
+
+
+def _check_fixed(spec: TransferSpec) -> None:
     if spec.page_bytes % ROW_BYTES:
         raise InputError(
             f"--page-bytes {spec.page_bytes} is not a multiple of {ROW_BYTES}",
@@ -112,9 +129,6 @@ def check(spec: TransferSpec) -> None:
             f"--inflight {spec.inflight} is above --pages {spec.pages}", hint="each request needs at least one page"
         )
     check_memory(3 * spec.pool_bytes, "--layers, --pages or --page-bytes")
-    check_engine(spec.engine, spec.mechanism)
-    for digest in spec.digests:
-        settings_of(spec.mechanism, digest)
 
 
 def at_least(name: str, value: int, least: int) -> None:

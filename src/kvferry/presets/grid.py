@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -184,14 +184,14 @@ def head_interval(heads: int, tp: int, rank: int) -> tuple[int, int]:
     return first, max(first + 1, (rank + 1) * heads // tp)
 
 
-def layout_of(model: ModelShape, grid: Grid, rank: Rank, pages: int) -> Layout:
+def layout_of(model: ModelShape, grid: Grid, rank: Rank, pages: int | Mapping[str, int]) -> Layout:
     """The unbound layout of one rank; addresses are offsets in one buffer.
 
     Args:
         model: what is kept.
         grid: how it is split.
         rank: which rank of the grid.
-        pages: pages of each of its pools.
+        pages: pages of each of its pools, or of the pools of each space by its name.
 
     Raises:
         InputError: the grid does not fit the model.
@@ -205,7 +205,8 @@ def layout_of(model: ModelShape, grid: Grid, rank: Rank, pages: int) -> Layout:
         is_here = block.optional and rank.pp == grid.pp - 1
         layers = [layer for layer in block.layers if is_here or layer in stage]
         if layers:
-            blocks.append(_tensors(model, block, grid, rank, layers, pages))
+            count = pages if isinstance(pages, int) else pages[block.space]
+            blocks.append(_tensors(model, block, grid, rank, layers, count))
     dtype = grid.dtype or model.dtype
     dtype_bytes(dtype)
     return Layout(model.name, dtype, model.kv_heads, stacked(blocks), tuple(spaces.values()), rank, model.head_dim)

@@ -7,14 +7,15 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kvferry.bench.model_case import ModelCase, scaled_in_words
 from kvferry.bench.peers import PeerCost
 from kvferry.bench.plan import CaseResult, PlanReport, PlanSpec
 from kvferry.bench.rooms import Idle, Latency, RoomsReport
 from kvferry.bench.rooms_spec import RoomsSpec
 from kvferry.bench.stats import Times
-from kvferry.bench.transfer import Mode, Sample, TransferReport, added_by_digests, mode_of
+from kvferry.bench.transfer_report import BareResult, Mode, Sample, TransferReport, added_by_digests, bare_of, mode_of
 from kvferry.bench.transfer_spec import TransferSpec
-from kvferry.cli.bench import plan_table, rooms_table, transfer_table
+from kvferry.cli.bench_tables import plan_table, rooms_table, transfer_table
 from kvferry.cli.main import app
 
 MACHINE = {
@@ -22,7 +23,7 @@ MACHINE = {
     "versions": {"python": "3.11.7", "kernel": "6.1", "numpy": "2"},
 }  # fmt: skip
 ENGINE = {"mechanism": "auto", "peers": {"1.1": "cma (ready)"}}
-MODE = Mode(Times(0.020, 0.018, 0.030, 30), 5.0, 12.0, 21.5, 0.71, 0.74, None, None)
+MODE = Mode(Times(0.020, 0.018, 0.030, 30), 5.0, 12.0, 21.5, 0.71, 0.74, None, None, None, None)
 
 
 def shown(table):
@@ -34,7 +35,7 @@ def shown(table):
 def report(**changes):
     plain = TransferReport(
         spec=TransferSpec(pages=1, layers=2, repeats=30), nbytes=131072, modes={"sample": MODE},
-        memcpy=Times(0.0142, 0.013, 0.02, 30), stream=None, digest_added_percent={}, bytes_equal=True,
+        memcpy=Times(0.0142, 0.013, 0.02, 30), stream=None, bare=None, digest_added_percent={}, bytes_equal=True,
         rounds_checked=32, pool_page_bytes={"prefill": 2 << 20, "decode": 4096}, engine_info=ENGINE, machine=MACHINE,
     )  # fmt: skip
     return msgspec.structs.replace(plain, **changes)
@@ -64,6 +65,32 @@ def test_digests_and_a_stream_have_columns_of_their_own():
     assert "added by the digest: sample +1.3 %, full -0.0 %" in text
 
 
+def test_a_bare_library_has_two_columns_and_what_batches_cost():
+    times = Times(0.019, 0.0171, 0.02, 30)
+    bare = BareResult(times, msgspec.structs.replace(times, median_s=0.0165), 2048, 8, 15.25, 12.04)
+    mode = msgspec.structs.replace(MODE, bare_ratio=0.95, bare_ratio_best=0.94)
+    text = " ".join(shown(transfer_table(report(modes={"off": mode}, bare=bare))).split())
+    assert "digest off memcpy bare bare, one batch" in text
+    assert "median, ms 20.00 14.20 19.00 16.50" in text
+    assert "of bare (best) 0.95 (0.94)" in text
+    assert "2,048 rows in batches of kvferry's size, 8 of them, 15.25 ms of CPU" in text
+    assert "batches cost +12.0 % against one" in text
+
+
+def test_a_model_is_shown_with_its_grids_and_what_was_left_out():
+    case = ModelCase(
+        model="qwen3-8b", prefill="tp=2", decode="", tokens=512, layers=36, tokens_asked=4096, model_layers=36,
+        nbytes=1, ranks={"prefill": 2, "decode": 1},
+    )  # fmt: skip
+    text = " ".join(shown(transfer_table(report(spec=TransferSpec(case=case)))).split())
+    sides = "prefill tp=2 (2 ranks in one process), decode one rank (1 rank in one process)"
+    assert f"qwen3-8b, 512 tokens, 36 layers; {sides}" in text
+    assert "scaled down, memory is short: 512 of 4,096 tokens" in text
+    less = msgspec.structs.replace(case, layers=9)
+    assert scaled_in_words(less).endswith("512 of 4,096 tokens and 9 of 36 layers")
+    assert scaled_in_words(msgspec.structs.replace(case, tokens_asked=512)) == ""
+
+
 def test_rooms_are_shown_as_far_as_they_were_measured():
     full = RoomsReport(
         spec=RoomsSpec(), latency={"yield": Latency(0.1234, 0.5, 300)}, rooms_per_s=2345.6,
@@ -85,12 +112,17 @@ def test_rooms_are_shown_as_far_as_they_were_measured():
 
 def test_a_mode_is_the_median_of_its_rounds():
     samples = [Sample(seconds, 0.001 * number, 0.002) for number, seconds in enumerate((0.5, 0.1, 0.2))]
-    mode = mode_of(TransferSpec(pages=1), samples, memcpy=Times(0.1, 0.05, 0.2, 3), stream=Times(0.4, 0.2, 0.5, 3))
+    bare = bare_of([Sample(0.3, 0.004), Sample(0.1, 0.002), Sample(0.1, 0.003)], [Sample(0.2, 0.0)] * 3, 7, 2)
+    mode = mode_of(65536, samples, Times(0.1, 0.05, 0.2, 3), Times(0.4, 0.2, 0.5, 3), bare)
     assert (mode.times.median_s, mode.prefill_cpu_ms, mode.decode_cpu_ms) == (0.2, 1.0, 2.0)
     assert mode.gb_per_s == pytest.approx(65536 / 0.2 / 1e9)
     assert mode.memcpy_ratio == pytest.approx(0.5)
     assert mode.memcpy_ratio_best == pytest.approx(0.05 / mode.times.best_decile_s)
     assert mode.stream_ratio == pytest.approx(2.0)
+    assert mode.bare_ratio == pytest.approx(0.1 / 0.2)
+    assert (bare.rows, bare.batches, bare.prefill_cpu_ms, bare.one_batch.median_s) == (7, 2, 3.0, 0.2)
+    assert bare.batching_percent == pytest.approx(-50)
+    assert mode_of(1, samples, bare.times, None, None).bare_ratio is None
 
 
 def test_what_a_digest_adds_is_taken_from_pairs_of_one_round():
@@ -107,6 +139,7 @@ OPTIONS = {
     "transfer": {
         "--engine", "--mechanism", "--layers", "--pages", "--page-bytes", "--order", "--inflight", "--repeats",
         "--pool", "--digest", "--compare-digest", "--layout", "--wait", "--seed", "--quick", "--json",
+        "--model", "--tokens", "--prefill", "--decode", "--bare",
     },
     "rooms": {
         "--engine", "--mechanism", "--request-bytes", "--modes", "--samples", "--rooms", "--window", "--idle-s",
