@@ -132,7 +132,8 @@ class SuiteBase:
             end.engine.close()
         if hasattr(self, "pair"):
             self.pair.close()
-        vars(self).clear()
+        for name in set(vars(self)) - {"refusals"}:
+            delattr(self, name)
 
     # for the groups
 

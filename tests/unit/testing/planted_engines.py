@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from kvferry.engines.local import LocalEngine
+from kvferry.engines.owner import Owner
 from kvferry.engines.seam import Caps, Done, Limits, Outcome
 from kvferry.errors import ConfigError
 
@@ -139,11 +140,11 @@ class UsedInForks(LocalEngine):
     """It does not look where it is."""
 
     @property
-    def _pid(self):
-        return os.getpid()
+    def _owner(self):
+        return Owner("local")
 
-    @_pid.setter
-    def _pid(self, value):
+    @_owner.setter
+    def _owner(self, value):
         pass
 
 
