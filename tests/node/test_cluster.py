@@ -11,10 +11,8 @@ from kvferry.presets import attention, layouts_of, parse_grid
 from kvferry.testing.cluster import Cluster
 
 MODEL = attention("gqa", layers=3, kv_heads=4, head_dim=8)
-QUICK = {
-    "tick_s": 0.05, "heartbeat_s": 0.2, "heartbeat_timeout_s": 0.8, "claim_timeout_s": 4.0, "bootstrap_timeout_s": 4.0,
-    "stall_s": 3.0,
-}  # fmt: skip
+QUICK = {"tick_s": 0.05, "heartbeat_s": 0.2, "heartbeat_timeout_s": 0.8, "stall_s": 3.0}
+IMPATIENT = {**QUICK, "claim_timeout_s": 4.0, "bootstrap_timeout_s": 4.0}
 
 
 @pytest.fixture(params=["local", "nixl", "mooncake"])
@@ -98,7 +96,7 @@ def test_a_connection_that_is_cut_fails_what_is_open_by_name_and_the_next_reques
 
 
 def test_a_control_plane_that_is_silent_ends_a_request_in_time(engine):
-    with Cluster(*sides(), proxy=True, **QUICK, engine=engine) as cluster:
+    with Cluster(*sides(), proxy=True, **IMPATIENT, engine=engine) as cluster:
         carry(cluster, 100)
         for proxy in cluster.proxies:
             proxy.holding = True
@@ -152,6 +150,7 @@ def test_an_abort_gives_every_page_back(engine):
     with Cluster(*sides(), **QUICK, engine=engine) as cluster:
         for side in ("prefill", "decode"):
             request = cluster.request(100, chunk_pages=2, sends=False)
+            until(lambda request=request: {rank.poll(request.room) for rank in request.decode} == {"Transferring"})
             request.send(1)
             request.abort(side, "enough")
             assert request.ends() == ["Failed"] * 3
