@@ -59,7 +59,9 @@ def has_ended(process: Process) -> bool:
         started = _started(process.pid)
         if started is not None and started != process.started:
             return True
-        return bool(select.select([fd], [], [], 0)[0])
+        watch = select.poll()  # unlike select it takes any descriptor
+        watch.register(fd, select.POLLIN)
+        return bool(watch.poll(0))
     finally:
         os.close(fd)
 

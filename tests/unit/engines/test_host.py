@@ -1,6 +1,8 @@
 """Whether a process has ended: only what the kernel says, and never of another process."""
 
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -64,3 +66,23 @@ def test_nothing_is_known_of_other_hosts(monkeypatch):
     assert not has_ended(Process("elsewhere", 2**31 - 1, 1))
     monkeypatch.setattr(host, "host_identity", lambda: "")
     assert this_process() is None
+
+
+def test_many_open_descriptors_are_no_obstacle(monkeypatch):
+    """select() takes none from 1024 on."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opens = os.pidfd_open
+
+    def high(pid):
+        fd = opens(pid)
+        try:
+            return fcntl.fcntl(fd, fcntl.F_DUPFD, 1024)
+        finally:
+            os.close(fd)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limit[1]), limit[1]))
+    monkeypatch.setattr(os, "pidfd_open", high)
+    try:
+        assert not has_ended(this_process())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
