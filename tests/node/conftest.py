@@ -12,6 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # faulty_nixl is a module of its own
+
+import faulty_nixl
+
 from kvferry import KVArgs, KVClassType, KVReceiver, KVSender, get_kv_class
 from kvferry.engines import find
 from kvferry.node.view import TERMINAL, RoomView
@@ -25,6 +29,7 @@ SENTINEL = 0xEE
 PAGES, PAGE_TOKENS = 32, 16
 
 find.register("faulty", "kvferry.testing.faulty:FaultyEmbedded")
+faulty_nixl.register()
 
 
 class Side:
@@ -65,7 +70,7 @@ def make():
 
     yield build
     for side in sides:
-        if side.manager.node.engine_name == "faulty":
+        if side.manager.node.engine_name.startswith("faulty"):
             side.engine.release()
         side.manager.shutdown()
     deadline = time.monotonic() + 5

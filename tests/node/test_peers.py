@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from engine_here import need
 from kvferry import KVPoll, KVReceiver, KVSender
 from kvferry.errors import Code, InputError
 from kvferry.presets import page_major
@@ -28,7 +29,19 @@ def stays(condition, seconds=0.4):
         time.sleep(0.01)
 
 
-AUTO, TCP = ({"engine_options": f"mechanism={name}"} for name in ("auto", "tcp"))
+AUTO, TCP = ({"engine": "faulty", "engine_options": f"mechanism={name}"} for name in ("auto", "tcp"))
+NIXL, NIXL_TCP = (
+    {"engine": "faulty-nixl", "engine_options": f"param.engine_config=TLS={name}"} for name in ("all", "tcp")
+)
+BOTH = [AUTO, NIXL]
+
+
+@pytest.fixture
+def options(request):
+    """An engine and its options, which has to be here."""
+    if "nixl" in request.param["engine"]:
+        need("nixl")
+    return request.param
 
 
 def in_point(point, worker, decode, kit):
@@ -48,11 +61,16 @@ def in_point(point, worker, decode, kit):
 
 
 @pytest.mark.parametrize(
-    ("point", "options"), [("before the offer", AUTO), ("before the pages", AUTO), ("held", AUTO), ("held", TCP)]
+    ("point", "options"),
+    [
+        *(("before the offer", AUTO), ("before the pages", AUTO), ("held", AUTO), ("held", TCP)),
+        *(("before the offer", NIXL), ("before the pages", NIXL), ("held", NIXL), ("held", NIXL_TCP)),
+    ],
+    indirect=["options"],
 )
 def test_a_killed_prefill_process_fails_the_room_and_its_end_frees_the_pages(make, spawn, kit, options, point):
-    worker, healthy = spawn("prefill", **options), make("prefill", "faulty")
-    decode = make("decode", "faulty", **options)
+    worker, healthy = spawn("prefill", **options), make("prefill", options["engine"])
+    decode = make("decode", **options)
     receiver = in_point(point, worker, decode, kit)
     rows = healthy.fill([7], seed=7)
     other = kit.claim(decode, healthy, 2, [9])
@@ -71,11 +89,11 @@ def test_a_killed_prefill_process_fails_the_room_and_its_end_frees_the_pages(mak
     assert len(decode.manager.node.grants) == 0
 
 
-@pytest.mark.parametrize("options", [AUTO, TCP])
+@pytest.mark.parametrize("options", [AUTO, TCP, NIXL, NIXL_TCP], indirect=True)
 def test_a_prefill_process_that_is_killed_in_the_middle_leaves_the_rest_of_the_pages_untouched(
     make, spawn, kit, options
 ):
-    worker, decode = spawn("prefill", batch_rows=1, batches_in_flight=1, **options), make("decode", "faulty", **options)
+    worker, decode = spawn("prefill", batch_rows=1, batches_in_flight=1, **options), make("decode", **options)
     pages = list(range(0, 32, 2))
     worker.do("delay", seconds=0.03)
     receiver = kit.claim(decode, worker, 1, pages)
@@ -118,12 +136,14 @@ def test_a_prefill_process_that_is_killed_after_it_delivered_changes_nothing(mak
     kit.until(lambda: decode.manager.node.book.idle)
 
 
-@pytest.mark.parametrize(("point", "options"), [("no pages", AUTO), ("held", AUTO), ("held", TCP)])
+@pytest.mark.parametrize(
+    ("point", "options"), [("no pages", AUTO), ("held", AUTO), ("held", TCP)], indirect=["options"]
+)
 def test_a_killed_decode_process_fails_the_room_and_frees_the_source_pages_after_the_write(
     make, spawn, kit, options, point
 ):
     worker, healthy = spawn("decode", **options), make("decode", "faulty")
-    prefill = make("prefill", "faulty", **options)
+    prefill = make("prefill", **options)
     prefill.engine.hold()
     sender = kit.offer(prefill, 1, [1, 2], send=point == "held")
     worker.do("claim", room=1, pages=[4, 5], endpoint=prefill.manager.endpoint)
@@ -144,8 +164,9 @@ def test_a_killed_decode_process_fails_the_room_and_frees_the_source_pages_after
     kit.until(lambda: prefill.manager.node.book.idle)
 
 
-def test_a_stopped_prefill_process_is_suspected_and_its_pages_come_back_when_it_goes_on(make, spawn, kit):
-    worker, decode, healthy = spawn("prefill"), make("decode", "faulty"), make("prefill", "faulty")
+@pytest.mark.parametrize("options", BOTH, indirect=True)
+def test_a_stopped_prefill_process_is_suspected_and_its_pages_come_back_when_it_goes_on(make, spawn, kit, options):
+    worker, decode, healthy = spawn("prefill", **options), make("decode", **options), make("prefill", **options)
     receiver = in_point("held", worker, decode, kit)
     worker.stop()
     assert receiver.wait(LOST_S) is KVPoll.Failed
@@ -162,8 +183,9 @@ def test_a_stopped_prefill_process_is_suspected_and_its_pages_come_back_when_it_
     assert again.wait(5) is KVPoll.Success, again.failure()
 
 
-def test_a_stopped_process_that_is_killed_is_proven_quiet_by_its_end(make, spawn, kit):
-    worker, decode = spawn("prefill"), make("decode", "faulty", drain_limit_s=0.3)
+@pytest.mark.parametrize("options", BOTH, indirect=True)
+def test_a_stopped_process_that_is_killed_is_proven_quiet_by_its_end(make, spawn, kit, options):
+    worker, decode = spawn("prefill", **options), make("decode", drain_limit_s=0.3, **options)
     receiver = in_point("held", worker, decode, kit)
     worker.stop()
     assert receiver.wait(LOST_S) is KVPoll.Failed

@@ -12,7 +12,7 @@ from engine_here import need
 from kvferry.engines.host import Process
 from kvferry.engines.seam import Outcome
 from kvferry.errors import ForkError
-from kvferry.testing.suite_pair import wait_for
+from kvferry.testing.suite_pair import GUARD, wait_for
 
 need("nixl")
 
@@ -102,16 +102,21 @@ def test_a_transfer_that_failed_while_its_target_lives_has_no_proof_until_that_e
 
 
 def test_rows_in_a_socket_land_after_the_end_of_their_writer(suite):
-    """Why the end of a process is no proof here, and no FENCE is claimed."""
-    process = suite.flooding()
+    """Why the end of a process alone is no proof, and a fence looks at the sockets besides."""
     pool = suite.pair.target.pool
-    time.sleep(0.5)  # nobody polls: the socket fills
-    process.kill()
-    before = pool.copy()
-    time.sleep(0.1)
-    assert np.array_equal(pool, before)
-    suite.pair.target.engine.poll(0.1)
-    assert not np.array_equal(pool, before)
+    for _ in range(6):
+        pool[:] = GUARD
+        process = suite.flooding()
+        time.sleep(0.5)  # nobody polls: the socket fills
+        process.kill()
+        before = pool.copy()
+        time.sleep(0.1)
+        assert np.array_equal(pool, before)
+        suite.pair.target.engine.poll(0.1)
+        if not np.array_equal(pool, before):
+            return
+        # UCX closes all of a peer's connections when it sees the end of one, in whichever order it looks at them
+    pytest.fail("nothing landed")
 
 
 def test_a_detach_lets_what_is_under_way_end(suite):

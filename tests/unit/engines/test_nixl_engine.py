@@ -93,7 +93,7 @@ def test_a_blob_of_another_process_version_backend_or_agent_is_noticed(pair):
     raw = pair.target.engine.describe()
     assert len(raw) < 4096
     assert "is that of process 0000000000000002, not of 0000000000000005.0" in refused(pair, raw, PeerId(5))
-    assert "version 2, this side speaks 1" in refused(pair, changed(raw, version=2))
+    assert "version 1, this side speaks 2" in refused(pair, changed(raw, version=1))
     assert "backend 'POSIX', this side 'UCX'" in refused(pair, changed(raw, backend="POSIX"))
     assert "its agent is 'other', its metadata says 'kvferry-" in refused(pair, changed(raw, name="other"))
     said = msgspec.msgpack.decode(raw, type=blob.Blob)
@@ -214,13 +214,13 @@ def test_agents_that_nobody_needs_are_forgotten_when_there_are_many(pair, monkey
 
 @pytest.mark.parametrize("options", [{}, TCP], ids=["cma", "tcp"])
 def test_a_target_that_deregistered_is_written_to_by_who_was_not_told(options):
-    """Why no FENCE and no GRANTS are claimed: the writer is trusted, and it is the node that tells it."""
+    """Why no GRANTS are claimed: the writer is trusted, and it is the node that tells it."""
     made = build(**options)
     assert made.attach().outcome is Outcome.LANDED
     made.target.engine.register([])
     assert made.write(made.batch([0], [0], [100])).outcome is Outcome.LANDED
     assert (made.target.pool[:100] == made.writer.pool[:100]).all()
-    assert not made.target.engine.caps & (Caps.FENCE | Caps.GRANTS)
+    assert not made.target.engine.caps & Caps.GRANTS
     made.close()
 
 

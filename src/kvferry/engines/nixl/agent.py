@@ -19,6 +19,8 @@ from kvferry.errors import EngineError, EngineUnavailable
 NONCE_BYTES = 32
 SLOTS = 64
 """Peers that can be probed at once."""
+ANSWERS = 1024
+"""Writers that can be answered at once, unless two are given the same place: then one of them asks again."""
 
 Handle = Any
 
@@ -26,8 +28,8 @@ Handle = Any
 class Agent:
     """A native agent, its registrations and its page.
 
-    The page is registered memory of its own: the nonce, as many bytes for peers to write to, then slots that nonces
-    of peers are read into.
+    The page is registered memory of its own: the nonce, as many bytes for peers to write to, slots that are read
+    into from peers, then answers that peers read.
 
     Attributes:
         name: its name, unique to each start.
@@ -58,7 +60,7 @@ class Agent:
         keep_in_forks(self)
         kinds = self._native.get_backend_mem_types(backend)
         self.has_device_memory = "VRAM_SEG" in kinds and _has_cuda_driver()
-        self._page = np.zeros(NONCE_BYTES * (2 + SLOTS), np.uint8)
+        self._page = np.zeros(NONCE_BYTES * (2 + SLOTS + ANSWERS), np.uint8)
         self._page[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
         self._free_slots = list(range(2, 2 + SLOTS))
         self._registered: list[Any] = []
@@ -70,6 +72,16 @@ class Agent:
     def page(self) -> int:
         """Address of the nonce; NONCE_BYTES behind it is where peers write."""
         return int(self._page.ctypes.data)
+
+    @property
+    def answers(self) -> int:
+        """Address of the answers, NONCE_BYTES each."""
+        return self.page + (2 + SLOTS) * NONCE_BYTES
+
+    def answer(self, number: int, raw: bytes) -> None:
+        """Put an answer where a peer reads it."""
+        at = (2 + SLOTS + number) * NONCE_BYTES
+        self._page[at : at + NONCE_BYTES] = np.frombuffer(raw, np.uint8)
 
     def replace_memory(self, regions: Sequence[Region]) -> None:
         """Register these regions, and no others any more.
@@ -107,9 +119,17 @@ class Agent:
         with contextlib.suppress(Exception):
             self._native.remove_remote_agent(name)
 
-    def progress(self) -> None:
-        """Serve peers: connections that they make, rows that this process has to take from a socket itself."""
-        self._native.get_new_notifs()
+    def progress(self) -> list[bytes]:
+        """Serve peers: connections that they make, rows that this process has to take from a socket itself.
+
+        Returns:
+            What they have told.
+        """
+        return [message for messages in self._native.get_new_notifs().values() for message in messages]
+
+    def tell(self, name: str, message: bytes) -> None:
+        """Send a peer a message that its `progress` returns; raises what the library raises."""
+        self._native.send_notif(name, message)
 
     # -- transfers
 
@@ -117,10 +137,10 @@ class Agent:
         """Make a transfer that `post` begins; raises what the library raises, and then nothing was begun."""
         return self._prepare("WRITE", peer, here, there)
 
-    def read_nonce(self, peer: str, page: int, slot: int) -> Handle:
-        """Make a transfer that reads a peer's nonce into a slot."""
+    def read(self, peer: str, there: int, slot: int) -> Handle:
+        """Make a transfer that reads NONCE_BYTES of a peer into a slot."""
         mine = host_row(self.page + slot * NONCE_BYTES, NONCE_BYTES)
-        return self._prepare("READ", peer, mine, host_row(page, NONCE_BYTES))
+        return self._prepare("READ", peer, mine, host_row(there, NONCE_BYTES))
 
     def write_page(self, peer: str, page: int) -> Handle:
         """Make a transfer that writes to where peers may write to a peer's page."""
@@ -143,9 +163,12 @@ class Agent:
         """Reserve a slot of the page, if one is free."""
         return self._free_slots.pop() if self._free_slots else None
 
-    def free_slot(self, slot: int) -> bytes:
-        """Give a slot back; returns what lies in it."""
+    def free_slot(self, slot: int) -> None:
+        """Give a slot back."""
         self._free_slots.append(slot)
+
+    def slot(self, slot: int) -> bytes:
+        """What lies in a slot."""
         return self._page[slot * NONCE_BYTES : (slot + 1) * NONCE_BYTES].tobytes()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from kvferry.engines.seam import Region
 from kvferry.errors import EngineError, WireError
 from kvferry.ids import PeerId
 
-VERSION = 1
+VERSION = 2
 MAX_BLOB_BYTES = 64 << 10
 
 _Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -31,6 +31,7 @@ class Blob(msgspec.Struct, frozen=True):
         digest: SHA-256 of the metadata: the library may end the process that loads a damaged one.
         page: where it keeps its nonce, and room for a peer's first write.
         nonce_digest: SHA-256 of the nonce.
+        answers: where it answers those that want to write; 0 if it does not want to be asked.
         process: where it runs, so that its end can be seen on the same host; None where the system does not say.
         regions: (address, bytes, device) of what it has registered.
     """
@@ -43,6 +44,7 @@ class Blob(msgspec.Struct, frozen=True):
     digest: _Digest
     page: _Address
     nonce_digest: _Digest
+    answers: _Address
     process: Process | None
     regions: list[tuple[_Address, _Address, int]]
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvferry.engines.findings import Finding
-from kvferry.engines.host import Process, this_process
+from kvferry.engines.host import this_process
 from kvferry.engines.nixl import library
 from kvferry.engines.nixl.agent import NONCE_BYTES, Agent, Handle
 from kvferry.engines.nixl.blob import VERSION, Blob, decode, encode
+from kvferry.engines.nixl.farewell import Attachment, Farewells
 from kvferry.engines.nixl.flight import Flight
 from kvferry.engines.nixl.memory import Memory, split, why_not_there
 from kvferry.engines.nixl.native import explain
 from kvferry.engines.nixl.options import Options, parse
 from kvferry.engines.nixl.peers import Peers
 from kvferry.engines.nixl.probe import Probe
+from kvferry.engines.nixl.serving import Serving
 from kvferry.engines.nixl.unproven import Unproven
 from kvferry.engines.owner import Owner, not_open
 from kvferry.engines.rows import why_not
@@ -30,19 +30,7 @@ from kvferry.errors import EngineError, WireError
 from kvferry.ids import PeerId
 from kvferry.plan.batch import Batch, Limits
 
-log = logging.getLogger("kvferry.engines")
-
 _LONGEST_NAP_S = 0.0005
-_NO_FENCE = "peers write this process's memory themselves, and NIXL has no way to stop them or to know that they ended"
-
-
-@dataclass
-class _Remote:
-    """A peer that can be written to: its agent, what it has registered, and its process."""
-
-    name: str
-    memory: Memory
-    process: Process | None
 
 
 class NixlEngine:
@@ -55,10 +43,15 @@ class NixlEngine:
     `param.engine_config=TLS=tcp` (UCX's settings without their UCX_). `attach_timeout_s` and `transfer_timeout_s` are
     the engine's own deadlines, since NIXL has none.
 
-    Capabilities: NEEDS_TARGET_POLL. DEVICE_MEMORY if the backend says so and a CUDA driver is here; that was never run,
-    for lack of a GPU. Neither GRANTS nor FENCE: who is attached is trusted with all registered memory, even after it
-    was deregistered if the pages are still there, and rows that are in a socket's buffer may land after their writer's
-    process has ended.
+    Capabilities, after `open`: NEEDS_TARGET_POLL. DEVICE_MEMORY if the backend says so and a CUDA driver is here; that
+    was never run, for lack of a GPU. FENCE over UCX with its error handling, for host memory, without RDMA and a CUDA
+    driver (`serving.why_no_fence`). No GRANTS: who is attached is trusted with all registered memory, even after it was
+    deregistered if the pages are still there.
+
+    A fence waits for the end of all attachments of the peer, whatever claim it is asked for. It lands when their engine
+    has said that their last batch is over, by `detach` or `close`, or when their process has ended, on this host, and
+    nothing that it has sent by TCP is on its way any more (`writers`). A stopped process, one of another host, and one
+    that can't say how it writes prove nothing: then it waits. Where a fence has landed the peer is let in no more.
 
     What is claimed: LANDED when the library says that a transfer is done; FAILED_QUIET when nothing was posted;
     FAILED_UNKNOWN for all else, and QUIET when such a transfer is done after all, or when it has failed and its target,
@@ -76,13 +69,11 @@ class NixlEngine:
         self._tickets = itertools.count(1)
         self._memory = Memory.of(())
         self._regions: list[tuple[int, int, int]] = []
-        self._remotes: dict[PeerId, _Remote] = {}
+        self._remotes: dict[PeerId, Attachment] = {}
         self._probes: list[Probe] = []
         self._flights: list[Flight] = []
         self._unproven = Unproven()
         self._done: list[Done] = []
-        self._troubles = 0
-        self._last_trouble = ""
 
     # -- the nine calls
 
@@ -103,9 +94,13 @@ class NixlEngine:
         name = f"kvferry-{self._incarnation:016x}-{secrets.token_hex(4)}"
         self._agent = Agent(self._library, name, self._options.backend, self._options.parameters, self._nonce)
         self._peers = Peers(self._agent)
+        self._farewells = Farewells(self._agent)
+        self._serving = Serving(self._agent, self._options, self._nonce)
         self._owner = Owner(self.name)
         if self._agent.has_device_memory:
             self.caps |= Caps.DEVICE_MEMORY
+        if not self._serving.why_no_fence:
+            self.caps |= Caps.FENCE
 
     def register(self, regions: Sequence[Region]) -> None:
         """Replace the memory that batches are read from and that peers may write to.
@@ -140,13 +135,14 @@ class NixlEngine:
                 digest=hashlib.sha256(metadata).digest(),
                 page=agent.page,
                 nonce_digest=hashlib.sha256(self._nonce).digest(),
+                answers=self._serving.answers,
                 process=this_process(),
                 regions=self._regions,
             )
         )
 
     def attach(self, peer: PeerId, blob: bytes) -> Ticket:
-        """Begin to connect; LANDED when the peer was read from and written to, else FAILED_QUIET with the reason."""
+        """Begin to connect; LANDED when the peer was read from, written to and asked, else FAILED_QUIET and why."""
         agent = self._opened()
         ticket = next(self._tickets)
         self._leave(peer, "attached anew")
@@ -164,7 +160,10 @@ class NixlEngine:
             self._done.append(Done(ticket, Outcome.FAILED_QUIET, "too many peers are being attached", "refused"))
             return ticket
         timeout_s = self._options.attach_timeout_s
-        probe = Probe(peer, ticket, said, slot, time.monotonic() + timeout_s, timeout_s)
+        # where this side may write by other ways than those that a target sees the end of, it names no process
+        process = None if self._serving.why_no_fence else this_process()
+        deadline = time.monotonic() + timeout_s
+        probe = Probe(peer, ticket, said, slot, deadline, timeout_s, self._incarnation, process)
         probe.begin(agent)
         self._probes.append(probe)
         return ticket
@@ -201,16 +200,18 @@ class NixlEngine:
             # short at first, when an answer is near
             time.sleep(min((now - began) / 4, _LONGEST_NAP_S, until - now))
 
-    def fence(self, peer: PeerId, claim: int | None = None) -> Ticket:  # noqa: ARG002 - it can prove it for none
-        """Ends FAILED_QUIET at once: there is no proof to be had on the target's side."""
+    def fence(self, peer: PeerId, claim: int | None = None) -> Ticket:
+        """Wait until the peer can't write any more; without FENCE it ends FAILED_QUIET at once with the reason."""
+        self._opened()
         ticket = next(self._tickets)
-        self._done.append(Done(ticket, Outcome.FAILED_QUIET, _NO_FENCE, "no fence"))
+        self._done += self._serving.fence(ticket, peer, claim)
         return ticket
 
     def detach(self, peer: PeerId) -> None:
         """Forget a peer; batches that are on their way to it end by themselves."""
         agent = self._opened()
         self._leave(peer, "detached while it was being attached")
+        self._say_farewell()
         self._forget_unused(agent)
 
     def close(self) -> None:
@@ -218,6 +219,7 @@ class NixlEngine:
         agent, self._agent = self._agent, None
         if agent is None or not self._owner.is_here:
             return
+        self._farewells.close(self._remotes.values(), [flight.attachment for flight in self._flights])
         self._peers.forget_all()
         for probe in self._probes:
             probe.drop(agent)
@@ -243,8 +245,7 @@ class NixlEngine:
             "attaching": len(self._probes),
             "in_flight": len(self._flights),
             "overdue": sum(flight.overdue for flight in list(self._flights)),
-            "troubles": self._troubles,
-            "last_trouble": self._last_trouble,
+            **self._serving.info(),
         }
 
     def tryout(self) -> list[Finding]:
@@ -266,20 +267,27 @@ class NixlEngine:
         return {each.name for each in self._flights} | {probe.name for probe in self._probes if probe.done is None}
 
     def _forget_unused(self, agent: Agent) -> None:
-        forgotten = self._peers.forget_unused(self._in_use() | {remote.name for remote in self._remotes.values()})
+        attached = {remote.name for remote in self._remotes.values()}
+        forgotten = self._peers.forget_unused(self._in_use() | attached | self._farewells.names)
         # attempts to attach that were given up: nothing of value can be written by them
         for probe in [probe for probe in self._probes if probe.name in forgotten]:
             probe.drop(agent)
             self._probes.remove(probe)
 
     def _leave(self, peer: PeerId, cause: str) -> None:
-        self._remotes.pop(peer, None)
+        left = self._remotes.pop(peer, None)
+        if left is not None:
+            self._farewells.add(left)
         for probe in self._probes:
             if probe.peer == peer:
                 probe.give_up(cause)
                 self._tell(probe)
 
-    def _write(self, agent: Agent, ticket: Ticket, remote: _Remote, batch: Batch) -> None:
+    def _say_farewell(self) -> None:
+        attaching = {probe.peer for probe in self._probes if probe.done is None}
+        self._farewells.step([flight.attachment for flight in self._flights if not flight.over], attaching)
+
+    def _write(self, agent: Agent, ticket: Ticket, remote: Attachment, batch: Batch) -> None:
         handles: list[Handle] = []
         try:
             for here, there in split(batch, self._memory, remote.memory):
@@ -290,7 +298,7 @@ class NixlEngine:
             self._done.append(Done(ticket, Outcome.FAILED_QUIET, *explain(error)))
             return
         timeout_s = self._options.transfer_timeout_s
-        flight = Flight(ticket, remote.name, handles, time.monotonic() + timeout_s, timeout_s, remote.process)
+        flight = Flight(ticket, remote.name, handles, time.monotonic() + timeout_s, timeout_s, remote)
         flight.post(agent)
         self._note(flight)
         self._done += flight.news(time.monotonic())
@@ -298,10 +306,7 @@ class NixlEngine:
             self._flights.append(flight)
 
     def _step(self, agent: Agent) -> None:
-        try:
-            agent.progress()
-        except Exception as error:  # noqa: BLE001 - it concerns a peer that writes here, whose own tickets say so
-            self._trouble(error)
+        self._done += self._serving.step(time.monotonic())
         now = time.monotonic()
         for flight in self._flights:
             self._done += flight.look(agent, now)
@@ -309,6 +314,7 @@ class NixlEngine:
         self._done += self._unproven.news(now)
         for probe in self._probes:
             self._advance(agent, probe, now)
+        self._say_farewell()
         flights = [flight for flight in self._flights if not flight.over]
         probes = [probe for probe in self._probes if not probe.over]
         if len(flights) + len(probes) < len(self._flights) + len(self._probes):
@@ -318,27 +324,24 @@ class NixlEngine:
     def _advance(self, agent: Agent, probe: Probe, now: float) -> None:
         probe.step(agent, now)
         if probe.lands:
-            said = probe.blob
-            self._remotes[probe.peer] = _Remote(said.name, Memory.of(said.memory()), said.process)
+            self._remotes[probe.peer] = probe.attachment
         if probe.failed:
             self._peers.doubt(probe.name)
         self._tell(probe)
         if probe.over:
+            if probe.counts_there:
+                self._farewells.say(probe.name, probe.number)
             probe.drop(agent)
 
     def _note(self, flight: Flight) -> None:
         if flight.failed:
             self._peers.doubt(flight.name)
+            assert flight.attachment is not None
+            flight.attachment.is_doubtful = True
             if flight.over:
-                self._unproven.add(flight.ticket, flight.target)
+                self._unproven.add(flight.ticket, flight.attachment.process)
 
     def _tell(self, probe: Probe) -> None:
         news = probe.take_news()
         if news is not None:
             self._done.append(news)
-
-    def _trouble(self, error: Exception) -> None:
-        self._troubles += 1
-        self._last_trouble = f"{type(error).__name__}: {error}"
-        if self._troubles & (self._troubles - 1) == 0:
-            log.warning("NIXL raised %d times while it served peers, at last %s", self._troubles, self._last_trouble)

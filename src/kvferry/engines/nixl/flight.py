@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvferry.engines.host import Process
 from kvferry.engines.nixl.agent import Agent, Handle
+from kvferry.engines.nixl.farewell import Attachment
 from kvferry.engines.nixl.native import NativeError, explain
 from kvferry.engines.seam import Done, Outcome, Ticket
 
@@ -19,16 +19,16 @@ class Flight:
     Attributes:
         ticket: the ticket.
         name: the agent that is written to.
-        target: the agent's process, if it is known.
+        attachment: what a batch is written by; None for what attaching begins.
     """
 
     def __init__(
         self, ticket: Ticket, name: str, handles: list[Handle], deadline: float, timeout_s: float,
-        target: Process | None = None,
+        attachment: Attachment | None = None,
     ) -> None:  # fmt: skip
         self.ticket = ticket
         self.name = name
-        self.target = target
+        self.attachment = attachment
         self._handles = handles
         self._deadline = deadline
         self._timeout_s = timeout_s
