@@ -16,12 +16,14 @@ class TestCrossMemoryAttach(EngineSuite):
 class TestSharedMemory(EngineSuite):
     engine_name = "local"
     options: ClassVar = {"mechanism": "shm"}
+    cycles = 50
     memory = "kvferry.testing.suite_memory:memfd"
 
 
 class TestTcp(EngineSuite):
     engine_name = "local"
     options: ClassVar = {"mechanism": "tcp"}
+    cycles = 50
 
 
 class TestTcpOverSeveralConnections(EngineSuite):
@@ -42,9 +44,3 @@ class TestWhicheverIsBest(EngineSuite):
     engine_name = "local"
     options: ClassVar = {"mechanism": "auto"}
     cycles = 20
-
-
-class TestWhicheverIsBestIntoSharedPools(TestWhicheverIsBest):
-    cycles = 10
-    examples = 5
-    memory = "kvferry.testing.suite_memory:memfd"

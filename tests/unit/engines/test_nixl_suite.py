@@ -2,8 +2,6 @@
 
 from typing import ClassVar
 
-import pytest
-
 from engine_here import need
 from kvferry.testing.suite import EngineSuite
 
@@ -20,19 +18,3 @@ class TestTcp(EngineSuite):
     engine_name = "nixl"
     options: ClassVar = {"param.engine_config": "TLS=tcp"}
     cycles = 5
-
-
-class TestTcpByTheEnvironment(EngineSuite):
-    """As people set it for other programs; the second process inherits it."""
-
-    engine_name = "nixl"
-    cycles = 5
-
-    @classmethod
-    def setup_class(cls):
-        cls.environment = pytest.MonkeyPatch()
-        cls.environment.setenv("UCX_TLS", "tcp")
-
-    @classmethod
-    def teardown_class(cls):
-        cls.environment.undo()
