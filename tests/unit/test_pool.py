@@ -278,6 +278,7 @@ def test_a_twentieth_is_left_to_others(kind, monkeypatch):
 def limited(limit, value, call, kind):
     code = f"""
 import resource, kvferry
+kvferry.allocate_pool, kvferry.KvferryError  # what is public is imported when it is used
 resource.setrlimit(resource.{limit}, ({value}, {value}))
 before = __import__("os").listdir("/proc/self/fd") if {value} > 100 else []
 try:

@@ -13,7 +13,7 @@ from kvferry.engines import find
 from kvferry.errors import InputError
 from kvferry.plan import Batch
 
-DRIVERS = {"nixl": "kvferry.bench.bare_nixl:BareNixl", "mooncake": "kvferry.bench.bare_mooncake:BareMooncake"}
+DRIVERS = {"nixl": "kvferry.bench.bare_nixl:Driver", "mooncake": "kvferry.bench.bare_mooncake:Driver"}
 """By engine. The local engine has no library below it: a memcpy and a plain stream are what it is measured against."""
 
 Block = tuple[int, int]

@@ -17,7 +17,7 @@ from kvferry.plan import Batch
 HOST = "127.0.0.1"
 
 
-class BareMooncake:
+class Driver:
     """See `Bare`. Protocol and devices are those that kvferry's engine has, by this process's environment."""
 
     def __init__(self, pools: Sequence[Block]) -> None:

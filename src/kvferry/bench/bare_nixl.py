@@ -22,7 +22,7 @@ _NAP_S = 0.0005
 _END = b"end"
 
 
-class BareNixl:
+class Driver:
     """See `Bare`. The backend and its parameters are those that kvferry's engine has, in this process's environment."""
 
     def __init__(self, pools: Sequence[Block]) -> None:

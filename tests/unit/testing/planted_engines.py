@@ -1,6 +1,7 @@
 """Engines with one defect each; the engine suite must find it."""
 
 import itertools
+import mmap
 import os
 import threading
 from typing import ClassVar
@@ -132,7 +133,8 @@ class LeaksMemory(LocalEngine):
     kept: ClassVar = []
 
     def close(self):
-        self.kept.append(np.ones(96 << 10, np.uint8))
+        self.kept.append(mmap.mmap(-1, 96 << 10))  # no memory that an allocator has left over
+        self.kept[-1].write(b"x" * (96 << 10))
         super().close()
 
 
