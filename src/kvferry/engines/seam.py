@@ -22,6 +22,7 @@ from kvferry.ids import PeerId
 from kvferry.plan.batch import U64, Batch, Limits
 
 __all__ = [
+    "MAX_BLOB_BYTES",
     "Batch",
     "Caps",
     "Done",
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 Ticket = int
+
+MAX_BLOB_BYTES = 64 << 10
+"""What `describe` may say at most."""
 
 
 class Outcome(enum.Enum):
@@ -154,7 +158,7 @@ class Engine(Protocol):
         ...
 
     def describe(self) -> bytes:
-        """Say in the engine's own words how peers reach this process; at most 64 KiB, opaque to kvferry."""
+        """Say in the engine's own words how peers reach this process; at most MAX_BLOB_BYTES, opaque to kvferry."""
         ...
 
     # An engine may have `personal(blob, epoch)` besides: what a blob becomes for the peer of one connection, for

@@ -1,6 +1,7 @@
 """What the engine suite does not show of Mooncake: settings, registration, blobs, and whether it is there at all."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,11 +13,11 @@ import pytest
 from mooncake_here import FAST, MIB, opened, with_process
 
 from engine_here import need
-from kvferry.engines import find
+from kvferry.engines import child, find
 from kvferry.engines.grants import GrantTable
-from kvferry.engines.mooncake import MooncakeEngine, blob, instance, library, tryout
+from kvferry.engines.mooncake import MooncakeEngine, instance, library, tryout
 from kvferry.engines.mooncake.options import DEFAULT_TIMEOUT_S, parse
-from kvferry.engines.seam import Batch, EngineConfig, Outcome, Region
+from kvferry.engines.seam import MAX_BLOB_BYTES, Batch, EngineConfig, Outcome, Region
 from kvferry.errors import ConfigError, EngineError, EngineUnavailable
 from kvferry.ids import PeerId
 
@@ -225,7 +226,7 @@ def test_a_blob_of_another_version_process_or_session_is_refused_with_the_reason
 
 
 def test_a_blob_is_small(suite):
-    assert len(suite.engine.describe()) <= blob.MAX_BLOB_BYTES // 64
+    assert len(suite.engine.describe()) <= MAX_BLOB_BYTES // 64
 
 
 def test_a_peer_that_was_restarted_is_another_session_and_the_old_blob_is_refused(attached):
@@ -261,26 +262,22 @@ def test_the_try_out_writes_into_another_process():
     assert found["version"].value in library.WHEEL
 
 
-@pytest.mark.parametrize(
-    ("spoil", "why"),
-    [
-        ({"_command": lambda *_: ["false"]}, "ended without an answer"),
-        ({"_command": lambda *_: ["no-such-command"]}, "could not be tried"),
-    ],
-)
-def test_a_try_out_that_fails_is_a_reason(spoil, why, monkeypatch):
-    for name, value in spoil.items():
-        monkeypatch.setattr(tryout, name, value)
+@pytest.mark.parametrize(("program", "why"), [("false", "ended with 1"), ("no-such-command", "could not be tried")])
+def test_a_try_out_that_fails_is_a_reason(program, why, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which(program) or program)
     found = tryout.tryout()[-1]
     assert not found.works
     assert why in found.text
 
 
 def test_bytes_that_do_not_arrive_are_found(monkeypatch):
-    record = tryout._record
-    monkeypatch.setattr(
-        tryout, "_record", lambda line: {**record(line), **({"bytes": "00"} if b"bytes" in line else {})}
-    )
+    hear = child.Child.hear
+
+    def spoilt(process):
+        answer = hear(process)
+        return {"bytes": "00"} if "bytes" in answer else answer
+
+    monkeypatch.setattr(child.Child, "hear", spoilt)
     assert "not those that arrived" in tryout.tryout()[-1].text
 
 
@@ -297,7 +294,7 @@ def test_packages_and_devices_are_told(monkeypatch):
 
 ALONE = """
 import sys
-from kvferry.engines import find
+from kvferry.engines import child, find
 from kvferry.engines.seam import EngineConfig, Outcome
 from kvferry.engines.grants import GrantTable
 from kvferry.ids import PeerId

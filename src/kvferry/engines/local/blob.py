@@ -6,10 +6,9 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.errors import WireError
+from kvferry.engines.blob_codec import BlobCodec
 
 VERSION = 1
-MAX_BLOB_BYTES = 64 << 10
 TOKEN_BYTES = 32
 
 _Short = Annotated[str, msgspec.Meta(max_length=255)]
@@ -42,32 +41,5 @@ class Blob(msgspec.Struct, frozen=True, omit_defaults=True):
     tcp_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
 
 
-_decoder = msgspec.msgpack.Decoder(Blob)
-
-
-def encode(blob: Blob) -> bytes:
-    """Pack a blob for the control plane."""
-    return msgspec.msgpack.encode(blob)
-
-
-def decode(raw: bytes) -> Blob:
-    """Unpack a peer's blob.
-
-    Raises:
-        WireError: it is too long, is not a blob, or has another version.
-    """
-    if len(raw) > MAX_BLOB_BYTES:
-        raise WireError(f"the peer's local engine blob has {len(raw)} bytes, more than {MAX_BLOB_BYTES}")
-    try:
-        blob = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(
-            f"{len(raw)} bytes are not a blob of the local engine: {error}",
-            hint="both sides must use engine 'local' and the same kvferry version",
-        ) from error
-    if blob.version != VERSION:
-        raise WireError(
-            f"the peer's local engine blob has version {blob.version}, this side speaks {VERSION}",
-            hint="use the same kvferry version on both sides",
-        )
-    return blob
+_codec = BlobCodec("local", Blob, VERSION)
+encode, decode = _codec.encode, _codec.decode

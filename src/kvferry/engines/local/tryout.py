@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import resource
-import secrets
 from pathlib import Path
-from typing import Any
 
-from kvferry.engines.child import Child
 from kvferry.engines.findings import Finding
-from kvferry.engines.local.tryout_child import MECHANISMS, PATTERN_BYTES
+from kvferry.engines.tryout import FAILURES, Siblings, could_not_be_tried, siblings
 from kvferry.errors import PoolError
 from kvferry.pool import KINDS, allocate_pool
 
-_CHILD = "kvferry.engines.local.tryout_child"
+MECHANISMS = ("shm", "cma", "tcp")
+PATTERN_BYTES = 4096
 _POOL_BYTES = 4 << 20
 _SCOPES = {
     0: "a process may be traced by others of its user",
@@ -30,23 +28,17 @@ def tryout() -> list[Finding]:
 
 def _mechanisms() -> list[Finding]:
     try:
-        with Child(_CHILD, "target") as target, Child(_CHILD, "writer") as writer:
-            hello = target.hear()
-            return [_tried(mechanism, hello, target, writer) for mechanism in MECHANISMS]
-    except (OSError, ValueError) as error:
-        return [Finding(mechanism, False, f"it could not be tried: {error}") for mechanism in MECHANISMS]
+        with siblings("local", PATTERN_BYTES) as pair:
+            return [_tried(mechanism, pair) for mechanism in MECHANISMS]
+    except FAILURES as error:
+        return [could_not_be_tried(mechanism, error) for mechanism in MECHANISMS]
 
 
-def _tried(mechanism: str, hello: dict[str, Any], target: Child, writer: Child) -> Finding:
-    if mechanism == "shm" and hello["why_no_memfd"]:
-        return Finding(mechanism, False, hello["why_no_memfd"])
-    pattern = secrets.token_hex(PATTERN_BYTES)
-    address = {"blob": hello["blob"], "address": hello["address"]}
-    why = writer.ask({"mechanism": mechanism, "pattern": pattern, **address})["why"]
-    if not why and target.ask({})["bytes"] != pattern:
-        why = "the bytes that were written are not those that arrived"
-    text = why or f"{PATTERN_BYTES} bytes written into another process were found there"
-    return Finding(mechanism, not why, text)
+def _tried(mechanism: str, pair: Siblings) -> Finding:
+    if mechanism == "shm" and pair.hello["why_no_memfd"]:
+        return Finding(mechanism, False, pair.hello["why_no_memfd"])
+    why = pair.write({"mechanism": mechanism})
+    return pair.finding(mechanism, why.removeprefix(f"can't attach: {mechanism}: "))
 
 
 def _pages(kind: str) -> Finding:

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import msgspec
 
+from kvferry.engines.blob_codec import BlobCodec
 from kvferry.engines.host import Process
-from kvferry.engines.seam import Region
+from kvferry.engines.seam import MAX_BLOB_BYTES, Region
 from kvferry.errors import EngineError, WireError
 from kvferry.ids import PeerId
 
 VERSION = 2
-MAX_BLOB_BYTES = 64 << 10
 
 _Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -53,7 +53,7 @@ class Blob(msgspec.Struct, frozen=True):
         return [Region(address, nbytes, device) for address, nbytes, device in self.regions]
 
 
-_decoder = msgspec.msgpack.Decoder(Blob)
+_codec = BlobCodec("nixl", Blob, VERSION)
 
 
 def encode(blob: Blob) -> bytes:
@@ -62,7 +62,7 @@ def encode(blob: Blob) -> bytes:
     Raises:
         EngineError: it is too long: too much memory in too many pieces is registered.
     """
-    raw = msgspec.msgpack.encode(blob)
+    raw = _codec.encode(blob)
     if len(raw) > MAX_BLOB_BYTES:
         raise EngineError(
             f"what peers must know of {len(blob.regions)} registered regions takes {len(raw)} bytes, more than "
@@ -78,15 +78,7 @@ def decode(raw: bytes, peer: PeerId, backend: str) -> Blob:
     Raises:
         WireError: it is too long, is not a blob, was damaged, has another version or backend, or is another process's.
     """
-    if len(raw) > MAX_BLOB_BYTES:
-        raise WireError(f"the peer's NIXL blob has {len(raw)} bytes, more than {MAX_BLOB_BYTES}")
-    try:
-        blob = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(
-            f"{len(raw)} bytes are not a blob of the NIXL engine: {error}",
-            hint="both sides must use engine 'nixl' and the same kvferry version",
-        ) from error
+    blob = _codec.decode(raw)
     problem = _why_not(blob, peer, backend)
     if problem:
         raise WireError(problem)
@@ -94,8 +86,6 @@ def decode(raw: bytes, peer: PeerId, backend: str) -> Blob:
 
 
 def _why_not(blob: Blob, peer: PeerId, backend: str) -> str:
-    if blob.version != VERSION:
-        return f"the peer's NIXL blob has version {blob.version}, this side speaks {VERSION}"
     if blob.incarnation != peer.incarnation:
         return f"the NIXL blob is that of process {blob.incarnation:016x}, not of {peer}"
     if blob.backend != backend:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import secrets
 import tempfile
 from collections.abc import Mapping
 from typing import IO, Any
 
-from kvferry.engines.child import Child
 from kvferry.engines.findings import Finding
-from kvferry.engines.nixl.tryout_child import PATTERN_BYTES
+from kvferry.engines.tryout import FAILURES, could_not_be_tried, siblings
 
-_CHILD = "kvferry.engines.nixl.tryout_child"
+PATTERN_BYTES = 65536
 _SAY_TRANSPORTS = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
 _PUT = "remote memory write by ucp_put"
 _LANE = re.compile(r"\b([a-z0-9_]+/[\w.:]+)")
@@ -23,34 +21,25 @@ def tryout() -> list[Finding]:
     with tempfile.TemporaryFile() as said:
         try:
             findings = _tried(said)
-        except (OSError, ValueError) as error:
-            findings = [Finding("transfer", False, f"it could not be tried: {error}")]
+        except FAILURES as error:
+            findings = [could_not_be_tried("transfer", error)]
         said.seek(0)
         return findings + _transports(said.read().decode(errors="replace"))
 
 
 def _tried(said: IO[bytes]) -> list[Finding]:
-    with Child(_CHILD, "target") as target, Child(_CHILD, "writer", environment=_SAY_TRANSPORTS, errors=said) as writer:
-        hello = target.hear()
-        if hello["why"]:
-            return [Finding("library", False, hello["why"])]
-        return [*_facts(hello), _transfer(hello, target, writer)]
+    with siblings("nixl", PATTERN_BYTES, _SAY_TRANSPORTS, said) as pair:
+        if why := pair.hello["why"]:
+            return [Finding("library", False, why)]
+        return [*_facts(pair.hello["info"]), pair.finding("transfer", pair.write())]
 
 
-def _facts(hello: Mapping[str, Any]) -> list[Finding]:
-    plugins = ", ".join(hello["plugins"])
+def _facts(info: Mapping[str, Any]) -> list[Finding]:
+    plugins = ", ".join(info["plugins"])
     return [
-        Finding("library", True, f"{hello['library']}; an agent with the backend UCX was created", hello["library"]),
+        Finding("library", True, f"{info['library']}; an agent with the backend UCX was created", info["library"]),
         Finding("plugins", None, f"backends that come with it, which may need more than is here: {plugins}", plugins),
     ]
-
-
-def _transfer(hello: Mapping[str, Any], target: Child, writer: Child) -> Finding:
-    pattern = secrets.token_hex(PATTERN_BYTES)
-    why = writer.ask({"pattern": pattern, "blob": hello["blob"], "address": hello["address"]})["why"]
-    if not why and target.ask({})["bytes"] != pattern:
-        why = "the bytes that were written are not those that arrived"
-    return Finding("transfer", not why, why or f"{PATTERN_BYTES} bytes written into another process were found there")
 
 
 def _transports(said: str) -> list[Finding]:

@@ -7,13 +7,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvferry.engines.seam import Batch, Caps, Outcome, Region
+from kvferry.engines.seam import MAX_BLOB_BYTES, Batch, Caps, Outcome, Region
 from kvferry.errors import EngineError
 from kvferry.testing.suite_base import POOL_BYTES, SuiteBase
 from kvferry.testing.suite_memory import device_of, region_of
 from kvferry.testing.suite_pair import GUARD
-
-_MAX_BLOB_BYTES = 64 << 10
 
 
 class Registration(SuiteBase):
@@ -105,7 +103,7 @@ class Registration(SuiteBase):
         """It travels in a message that is checked for its size."""
         said = self.pair.target.engine.describe()
         assert isinstance(said, bytes)
-        assert 0 < len(said) <= _MAX_BLOB_BYTES
+        assert 0 < len(said) <= MAX_BLOB_BYTES
 
     def test_a_target_that_does_not_poll_is_written_to_unless_the_engine_says_that_it_must(self) -> None:
         """NEEDS_TARGET_POLL is said by those that need it, and by nobody else."""
