@@ -29,6 +29,12 @@ def check_in_turn(pair: Pair, references: Sequence[Reference], rounds: int) -> l
     return done
 
 
+def check_setup(pair: Pair, references: Sequence[Reference], *, slow: bool) -> list[Exchange]:
+    """Requests in turn, then at once; few of them where ranks agree on each step on two cores."""
+    rounds, count = (1, 2) if slow else (2, 8)
+    return check_in_turn(pair, references, rounds) + check_at_once(pair, references, count)
+
+
 def check_at_once(pair: Pair, references: Sequence[Reference], count: int) -> list[Exchange]:
     """Several requests at the same time."""
     chosen = [references[number % len(references)] for number in range(count)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from byte_compare import wait_for_records
-from checks import check_at_once, check_in_turn
+from checks import check_in_turn, check_setup
 from matrix import SETUPS, SLOW
 from models import references
 from servers import ENGINE, Pair, Setup
@@ -20,9 +20,7 @@ def test_tokens_and_bytes(name: str, start_pair: StartPair, model_folder: Callab
     setup = SETUPS[name]
     known = references(model_folder(setup.model), setup.dtype)
     pair = start_pair(setup)
-    rounds, count = (1, 2) if name in SLOW else (2, 8)
-    check_in_turn(pair, known, rounds)
-    check_at_once(pair, known, count)
+    check_setup(pair, known, slow=name in SLOW)
     for server in pair.servers:
         assert f", engine {ENGINE}, at tcp://" in server.log.read_text()
 

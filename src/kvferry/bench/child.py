@@ -20,6 +20,7 @@ from typing import IO, Any, ClassVar, Protocol
 
 import msgspec
 
+from kvferry.answers import take_stdout
 from kvferry.errors import ConfigError, KvferryError
 
 _PR_SET_PDEATHSIG = 1
@@ -47,9 +48,10 @@ def note(result: Any = None) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run until the input ends."""
+    global _answers  # noqa: PLW0603 - a process has one
     die_with(int(arguments[0]))
     raise_file_limit()
-    _keep_answers_apart()
+    _answers = take_stdout()
     logging.basicConfig(level=logging.WARNING, format="kvferry: %(message)s")
     role: Role | None = None
     try:
@@ -107,13 +109,6 @@ def _attempt(call: Callable[[], Any]) -> Any:
         traceback.print_exc()
         _write({"error": f"{type(error).__name__}: {error}", "input": False})
     return None
-
-
-def _keep_answers_apart() -> None:
-    """From now on what libraries print to the standard output goes to the standard error, and only answers go there."""
-    global _answers  # noqa: PLW0603 - a process has one
-    _answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
 def _write(record: dict[str, Any]) -> None:

@@ -8,15 +8,15 @@ write it, or "". Both leave when their input ends.
 from __future__ import annotations
 
 import json
-import os
 import select
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.answers import take_stdout
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
 from kvferry.engines.seam import Batch, Done, Engine, EngineConfig, Outcome, Region, Ticket
@@ -32,7 +32,7 @@ _WRITERS = range(2, 10)
 _SETTLE_S = 15.0
 
 
-def target(engine_name: str, nbytes: int, answers: TextIO) -> None:
+def target(engine_name: str, nbytes: int, answers: BinaryIO) -> None:
     """Own the memory, and poll, which peers of some engines need."""
     memory, why_no_memfd = _memory(nbytes)
     grants = GrantTable()
@@ -55,7 +55,7 @@ def target(engine_name: str, nbytes: int, answers: TextIO) -> None:
     engine.close()
 
 
-def writer(engine_name: str, answers: TextIO) -> None:
+def writer(engine_name: str, answers: BinaryIO) -> None:
     """Write what each line says."""
     for number, line in zip(_WRITERS, sys.stdin, strict=False):
         try:
@@ -102,19 +102,17 @@ def _settled(engine: Engine, ticket: Ticket) -> Done:
     return Done(ticket, Outcome.FAILED_UNKNOWN, f"no outcome within {_SETTLE_S:.0f} s")
 
 
-def _say(answers: TextIO, record: dict[str, Any]) -> None:
-    answers.write(json.dumps(record) + "\n")
+def _say(answers: BinaryIO, record: dict[str, Any]) -> None:
+    answers.write(json.dumps(record).encode() + b"\n")
     answers.flush()
 
 
 def _main(engine_name: str, role: str, nbytes: str = "0") -> None:
-    # native libraries print to descriptor 1, which answers must not be mixed with
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-        if role == "target":
-            target(engine_name, int(nbytes), answers)
-        else:
-            writer(engine_name, answers)
+    answers = take_stdout()
+    if role == "target":
+        target(engine_name, int(nbytes), answers)
+    else:
+        writer(engine_name, answers)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,16 @@ a line that says "go" begins the next step of all ranks of a side. How a request
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
 import threading
+from typing import TextIO
 
 import msgspec
 
+from kvferry.answers import take_stdout
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.ids import Side
 from kvferry.obs import EventWriter
@@ -51,22 +54,22 @@ class _Exit:
 
 def main(arguments: list[str]) -> int:
     """Run a worker until its request is answered or its standard input ends."""
-    way_out = _Exit()
+    way_out, answers = _Exit(), io.TextIOWrapper(take_stdout(), "utf-8")
     try:
-        return _serve(Side(arguments[0]), way_out)
+        return _serve(Side(arguments[0]), way_out, answers)
     except BrokenPipeError:  # whoever started this worker is gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), answers.fileno())
         return 1
     finally:
         way_out.shutdown()
 
 
-def _serve(side: Side, way_out: _Exit) -> int:
-    events = EventWriter(side.value, sys.stdout)
+def _serve(side: Side, way_out: _Exit, answers: TextIO) -> int:
+    events = EventWriter(side.value, answers)
     try:
         require_worker_env()
         start = msgspec.json.decode(sys.stdin.readline(), type=Start)
-        events = EventWriter(start.name, sys.stdout)
+        events = EventWriter(start.name, answers)
         worker = RankWorker(side, start, events)
         way_out.by_way_of(worker)
         line = sys.stdin.readline()

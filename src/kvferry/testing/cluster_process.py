@@ -6,19 +6,19 @@ Run as `python -m kvferry.testing.cluster_process`; the first line says which ra
 from __future__ import annotations
 
 import functools
-import os
 import select
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
+from kvferry.answers import take_stdout
 from kvferry.engines import find
 from kvferry.layout import Layout
 from kvferry.testing.cluster_rank import ClusterRank, HandOff
+from kvferry.testing.controlled_process import ControlledProcess
 
 ANSWER_S = 60.0
 CALLS = {
@@ -40,7 +40,7 @@ class Start(msgspec.Struct, frozen=True):
     registered: dict[str, str]
 
 
-class RankProcess:
+class RankProcess(ControlledProcess):
     """The handle of a rank's process: the calls of ClusterRank, and `stop`, `go_on`, `kill`.
 
     Attributes:
@@ -52,10 +52,7 @@ class RankProcess:
         self, side: str, layout: Layout, group: Sequence[Layout], others: Sequence[Layout], engine: str,
         settings: dict[str, Any],
     ) -> None:  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(  # noqa: S603 - the command is ours
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+        super().__init__(__name__)
         self.layout = layout
         registered = {name: info.target for name, info in find.known().items() if info.origin == "registered"}
         start = Start(side, layout, tuple(group), tuple(others), engine, settings, registered)
@@ -64,11 +61,6 @@ class RankProcess:
         except BaseException:
             self.kill()
             raise
-
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        return self._process.pid
 
     def __getattr__(self, call: str) -> Callable[..., Any]:
         """The calls of ClusterRank, made there; they raise here what they raise there."""
@@ -82,23 +74,6 @@ class RankProcess:
             return f"the process has ended with {code}"
         return str(self._ask(msgspec.json.encode(["health", (), {}])))
 
-    def stop(self) -> None:
-        """SIGSTOP it, and wait until it has stopped."""
-        self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def go_on(self) -> None:
-        """SIGCONT it."""
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """SIGKILL it. May be called twice."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
-
     def close(self) -> None:
         """Let it shut its manager down and end; kill it if it does not."""
         if self._process.poll() is None and self._process.stdin is not None:
@@ -110,10 +85,8 @@ class RankProcess:
         self.kill()
 
     def _ask(self, line: bytes) -> Any:
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(line + b"\n")
-        self._process.stdin.flush()
+        self.say(line)
         if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
             raise TimeoutError(f"rank process {self.pid} said nothing for {ANSWER_S:.0f} s")
         answer = self._process.stdout.readline()
@@ -125,17 +98,18 @@ class RankProcess:
         return value
 
 
-def _answer(action: Callable[[], Any]) -> None:
+def _answer(answers: BinaryIO, action: Callable[[], Any]) -> None:
     value, error = None, ""
     try:
         value = action()
     except Exception as caught:  # noqa: BLE001 - it is raised again at the other end
         error = f"{type(caught).__name__}: {caught}"
-    sys.stdout.buffer.write(msgspec.json.encode([value, error]) + b"\n")
-    sys.stdout.buffer.flush()
+    answers.write(msgspec.json.encode([value, error]) + b"\n")
+    answers.flush()
 
 
 def _main() -> None:
+    answers = take_stdout()
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     for name, target in start.registered.items():
         find.register(name, target)
@@ -146,12 +120,12 @@ def _main() -> None:
         ranks.append(made)
         return made.endpoint
 
-    _answer(begin)
+    _answer(answers, begin)
     for line in sys.stdin.buffer if ranks else ():
         call, args, named = msgspec.json.decode(line)
         if call == "begin":
             args[0] = msgspec.convert(args[0], HandOff)
-        _answer(functools.partial(getattr(ranks[0], call), *args, **named))
+        _answer(answers, functools.partial(getattr(ranks[0], call), *args, **named))
     for rank in ranks:
         rank.close()
 

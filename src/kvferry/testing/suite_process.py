@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from kvferry.answers import take_stdout
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
 from kvferry.engines.seam import Batch, Done, EngineConfig, Ticket
 from kvferry.ids import PeerId
+from kvferry.testing.controlled_process import ControlledProcess
 from kvferry.testing.suite_memory import PLAIN, address_of, new_pool, region_of
 
 _IDLE_POLL_S = 0.002
@@ -32,10 +32,10 @@ _NOWHERE = 1 << 16
 
 Command = dict[str, Any]
 
-_answers: TextIO = sys.stdout
+_answers: BinaryIO = sys.stdout.buffer
 
 
-class EngineProcess:
+class EngineProcess(ControlledProcess):
     """The handle of a started process.
 
     Attributes:
@@ -57,22 +57,7 @@ class EngineProcess:
         prefix: tuple[str, ...] = (),
         memory: str = PLAIN,
     ) -> None:
-        command = [
-            *prefix,
-            sys.executable,
-            "-m",
-            __name__,
-            engine,
-            json.dumps(options),
-            str(incarnation),
-            str(nbytes),
-            memory,
-        ]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(  # noqa: S603 - the command is ours
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        self._is_stopped = False
+        super().__init__(__name__, engine, json.dumps(options), str(incarnation), str(nbytes), memory, prefix=prefix)
         self._buffered = b""
         self.meanwhile: Callable[[], object] | None = None
         self.peer = PeerId(incarnation)
@@ -83,9 +68,7 @@ class EngineProcess:
 
     def do(self, what: str, **arguments: object) -> Command:
         """Send one command and wait for its answer, at most 60 s."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
-        self._process.stdin.flush()
+        self.say(json.dumps({"do": what, **arguments}).encode())
         return self._read()
 
     def attach(self, peer: PeerId, blob: bytes) -> Command:
@@ -95,25 +78,6 @@ class EngineProcess:
     def flood(self, peer: PeerId, claim: int, address: int) -> None:
         """Let it write its pool to an address again and again, each time with other bytes."""
         self.do("flood", peer=[peer.incarnation, peer.epoch], claim=claim, dst=address)
-
-    def stop(self) -> None:
-        """SIGSTOP it, and wait until it has stopped."""
-        self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
-        self._is_stopped = True
-
-    def go_on(self) -> None:
-        """SIGCONT it."""
-        self._process.send_signal(signal.SIGCONT)
-        self._is_stopped = False
-
-    def kill(self) -> None:
-        """SIGKILL it, and wait for its end. May be called twice."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
 
     def _read(self) -> Command:
         until = time.monotonic() + _ANSWER_S
@@ -226,15 +190,14 @@ def _registered(engine: str) -> str:
 
 
 def _say(answer: Command) -> None:
-    _answers.write(json.dumps(answer) + "\n")
+    _answers.write(json.dumps(answer).encode() + b"\n")
     _answers.flush()
 
 
 def _main() -> None:
-    global _answers  # noqa: PLW0603 - native libraries print to descriptor 1, which answers must not be mixed with
+    global _answers  # noqa: PLW0603 - a process has one
     engine, options, incarnation, nbytes, memory = sys.argv[1:]
-    _answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    _answers = take_stdout()
     _Worker(engine, json.loads(options), PeerId(int(incarnation)), int(nbytes), memory).run()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.engines.seam import Caps, Done, Outcome, Ticket
 from kvferry.testing.suite_base import FAILED, SuiteBase
-from kvferry.testing.suite_pair import CLAIM, GUARD
+from kvferry.testing.suite_pair import CLAIM, GUARD, Pair
 
 _STILL_S = 0.15
 _ROW = 200_000
@@ -87,10 +87,7 @@ class Proofs(SuiteBase):
     def test_what_a_writer_held_back_does_not_land_after_it_detached_and_the_fence_landed(self) -> None:
         """Hold, proof, release."""
         self.needs(Caps.FENCE, "the target has no proof")
-        pair, faulty = self.faulty_pair()
-        assert pair.attach().outcome is Outcome.LANDED
-        faulty.hold()
-        ticket = pair.submit(pair.batch([0], [0], [_ROW]))
+        pair, ticket = self._held_back()
         pair.writer.engine.detach(pair.target.me)
         self.assert_fence_lands(pair.target.engine.fence(pair.writer.me))
         self._release(ticket)
@@ -98,10 +95,7 @@ class Proofs(SuiteBase):
     def test_what_a_writer_held_back_does_not_land_after_the_target_cut_it_off(self) -> None:
         """Where the target writes it needs nobody's word: hold, fence, release."""
         self._needs_a_target_that_writes()
-        pair, faulty = self.faulty_pair()
-        assert pair.attach().outcome is Outcome.LANDED
-        faulty.hold()
-        ticket = pair.submit(pair.batch([0], [0], [_ROW]))
+        pair, ticket = self._held_back()
         self.assert_fence_lands(pair.target.engine.fence(pair.writer.me))
         self._release(ticket)
 
@@ -127,10 +121,7 @@ class Proofs(SuiteBase):
     def test_what_a_writer_held_back_does_not_land_after_the_grant_was_dropped(self) -> None:
         """Dropping a grant is enough where the target looks at every row."""
         self._needs_a_target_that_writes()
-        pair, faulty = self.faulty_pair()
-        assert pair.attach().outcome is Outcome.LANDED
-        faulty.hold()
-        ticket = pair.submit(pair.batch([0], [0], [_ROW]))
+        pair, ticket = self._held_back()
         pair.target.grants.drop(pair.writer.me, CLAIM)
         assert not pair.target.grants.in_use(pair.writer.me, CLAIM)
         self._release(ticket)
@@ -183,6 +174,13 @@ class Proofs(SuiteBase):
     def _needs_a_target_that_writes(self) -> None:
         if not self.target_writes():
             pytest.skip("the writer's process writes: the target can't stop its rows")
+
+    def _held_back(self) -> tuple[Pair, Ticket]:
+        """A row that the writer's engine has taken, and holds."""
+        pair, faulty = self.faulty_pair()
+        assert pair.attach().outcome is Outcome.LANDED
+        faulty.hold()
+        return pair, pair.submit(pair.batch([0], [0], [_ROW]))
 
     def _submit_rows(self) -> list[Ticket]:
         """One row for each of 20 tickets, ticket i to a place of its own."""
