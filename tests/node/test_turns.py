@@ -200,3 +200,24 @@ def test_a_turn_that_nobody_gives_back_is_taken_over(make, kit, which, monkeypat
     assert receiver.wait(5) is KVPoll.Success
     assert sender.wait(5) is KVPoll.Success
     kit.until(lambda: not owner._turn.is_taken)
+
+
+def test_a_message_is_taken_after_the_calls_that_were_made_before_it_came(make, kit, monkeypatch):
+    """A busy prefill rank finds a room, its claim and the claim's end at once: it fails for the claim's reason."""
+    monkeypatch.setattr(turns, "PATIENCE_S", 60.0)
+    prefill, decode = make("prefill"), make("decode")
+    warm = kit.claim(decode, prefill, 1, [1])
+    kit.offer(prefill, 1, [1])
+    assert warm.wait(5) is KVPoll.Success
+    control = prefill.manager.node.control
+    kit.until(control._turn.try_take)
+    try:
+        sender = kit.offer(prefill, 2, [1], send=False)
+        receiver = kit.claim(decode, prefill, 2, [2])
+        kit.until(lambda: receiver.poll() is KVPoll.Transferring)
+        receiver.abort("enough")
+        time.sleep(0.2)  # all of it is at the socket
+    finally:
+        control._turn.give_back()
+    assert sender.wait(5) is KVPoll.Failed
+    assert "enough" in str(sender.failure())

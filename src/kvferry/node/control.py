@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import Code, EngineError, Reason
 from kvferry.ids import KVPoll
+from kvferry.node.links import Received
 from kvferry.node.performer import Performer
 from kvferry.node.switchboard import Switchboard
 from kvferry.node.turn import Turn
@@ -135,8 +136,7 @@ class Control:
         try:
             for received in self.links.take(FRAMES_A_TURN):
                 if self.board.is_short(received):
-                    self.board.received(received)
-                    self.perform()
+                    self._receive(received)
                 else:
                     self._later.append(partial(self.board.received, received))
             if self._later:  # what came first goes first: the thread does both
@@ -153,6 +153,13 @@ class Control:
         if self.waiting_after:
             return sleeps_s > 2 * AFTER_POLL_S
         return sleeps_s > self.node.config.tick_s + 2 * AFTER_POLL_S and self._timeout() < sleeps_s
+
+    def _receive(self, received: Received) -> None:
+        """Take a message after all calls made before it came: it may be the answer to one of them."""
+        if self.calls and not self._later:
+            self._take_calls()
+        self.board.received(received)
+        self.perform()
 
     def _take_calls(self) -> None:
         while self.calls:
@@ -208,8 +215,7 @@ class Control:
                 self._later.popleft()()
                 self.perform()
             for received in self.links.take():
-                self.board.received(received)
-                self.perform()
+                self._receive(received)
             self._take_calls()  # before the tick, which may forget a cleared room whose end is still to be shown
             now = self.beat = time.monotonic()
             if now >= self._next_tick:
