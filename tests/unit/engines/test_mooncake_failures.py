@@ -6,7 +6,7 @@ import pytest
 from mooncake_here import MIB, memory_of, opened, with_process
 
 from engine_here import need
-from kvferry.engines.mooncake import instance
+from kvferry.engines.mooncake import instance, quiet
 from kvferry.engines.seam import Outcome
 from kvferry.ids import PeerId
 from kvferry.plan.batch import Limits
@@ -41,7 +41,7 @@ def test_rows_outside_of_what_the_target_has_registered_fail_and_become_quiet(at
     assert suite.engine.info()["unproven"] == 0
 
 
-def test_a_peer_that_is_killed_under_a_batch_costs_that_batch(attached):
+def test_a_peer_that_is_killed_under_a_call_costs_the_batches_of_that_call(attached):
     suite, process = attached
     other = suite.pair
     assert other.attach().outcome is Outcome.LANDED
@@ -51,8 +51,11 @@ def test_a_peer_that_is_killed_under_a_batch_costs_that_batch(attached):
     outcomes = [other.settle(ticket).outcome for ticket in tickets]
     failed = outcomes.index(Outcome.FAILED_UNKNOWN)
     assert set(outcomes[:failed]) <= {Outcome.LANDED}
-    assert set(outcomes[failed + 1 :]) <= {Outcome.FAILED_QUIET}
-    assert suite.quiet(tickets[failed])
+    unknown = outcomes.count(Outcome.FAILED_UNKNOWN)
+    assert 1 <= unknown <= 4  # 64 MiB go together
+    assert set(outcomes[failed : failed + unknown]) == {Outcome.FAILED_UNKNOWN}
+    assert set(outcomes[failed + unknown :]) <= {Outcome.FAILED_QUIET}
+    assert all(suite.quiet(ticket) for ticket in tickets[failed : failed + unknown])
     assert other.write(other.batch([0], [0], [10])).outcome is Outcome.LANDED
 
 
@@ -161,12 +164,59 @@ def test_closing_while_a_call_is_blocked_takes_two_seconds_and_the_thread_ends_l
 def test_a_batch_that_waits_behind_another_is_refused_when_its_peer_is_detached(attached):
     suite, process = attached
     process.stop()
-    tickets = [suite.submit(process) for _ in range(3)]
-    time.sleep(0.1)
+    tickets = [suite.submit(process)]
+    time.sleep(0.2)  # it is with the library, those that follow wait
+    tickets += [suite.submit(process) for _ in range(2)]
     suite.engine.detach(process.peer)
     process.go_on()
     outcomes = [suite.pair.settle(ticket).outcome for ticket in tickets]
     assert outcomes == [Outcome.LANDED, Outcome.FAILED_QUIET, Outcome.FAILED_QUIET]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many batches each call of the library had."""
+    found, write = [], instance.Instance.write
+    monkeypatch.setattr(
+        instance.Instance, "write", lambda self, to, some: (found.append(len(some)), write(self, to, some))[1]
+    )
+    return found
+
+
+def test_batches_that_wait_go_together_and_each_has_its_outcome(attached, calls):
+    suite, process = attached
+    process.stop()
+    tickets = [suite.submit(process)]
+    time.sleep(0.2)
+    tickets += [suite.submit(process) for _ in range(3)]
+    process.go_on()
+    assert [suite.pair.settle(ticket).outcome for ticket in tickets] == [Outcome.LANDED] * 4
+    assert calls == [1, 3]
+
+
+def test_no_more_go_together_than_the_library_takes(attached, calls, monkeypatch):
+    suite, process = attached
+    monkeypatch.setattr(quiet, "LIMITS", Limits(rows=2, bytes=16 << 20))
+    process.stop()
+    tickets = [suite.submit(process)]
+    time.sleep(0.2)
+    tickets += [suite.submit(process, 1) for _ in range(3)]
+    process.go_on()
+    assert [suite.pair.settle(ticket).outcome for ticket in tickets] == [Outcome.LANDED] * 4
+    assert calls == [1, 2, 1]
+
+
+def test_batches_that_fail_together_are_all_unknown(attached, monkeypatch):
+    suite, process = attached
+    process.stop()
+    first = suite.submit(process)
+    time.sleep(0.2)
+    monkeypatch.setattr(instance.Instance, "write", lambda *_: -1)
+    others = [suite.submit(process) for _ in range(2)]
+    process.go_on()
+    assert suite.pair.settle(first).outcome is Outcome.LANDED
+    assert [suite.pair.settle(ticket).outcome for ticket in others] == [Outcome.FAILED_UNKNOWN] * 2
+    assert suite.engine.info()["rebuilds"] == 1
 
 
 def test_whatever_the_library_raises_concerns_one_peer(attached, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,9 +109,12 @@ class Instance:
         code = self._engine.transfer_sync_read(session, self.page_address, address, NONCE_BYTES)
         return None if code else self._page.tobytes()
 
-    def write(self, session: str, batch: Batch) -> int:
-        """Write a batch, waiting until the peer has acknowledged each row; 0 is success, all else is not."""
-        src, dst, nbytes = batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist()
+    def write(self, session: str, batches: Sequence[Batch]) -> int:
+        """Write batches in one call; waits until the peer has acknowledged each row. 0 is success, all else is not."""
+        src, dst, nbytes = (
+            [number for batch in batches for number in getattr(batch, rows).tolist()]
+            for rows in ("src", "dst", "nbytes")
+        )
         return int(self._engine.batch_transfer_sync_write(session, src, dst, nbytes))
 
     def close(self) -> None:

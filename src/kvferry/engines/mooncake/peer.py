@@ -12,7 +12,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,9 @@ from kvferry.ids import PeerId
 from kvferry.plan.batch import Batch
 
 log = logging.getLogger("kvferry.mooncake")
+
+TOGETHER_BYTES = 64 << 20
+"""Of one call, which has the library's time limit for all of it."""
 
 
 @dataclass
@@ -93,6 +97,7 @@ class Peer:
         self._transport = ""
         self._left = False
         self._inbox: queue.SimpleQueue[Attaching | Writing | None] = queue.SimpleQueue()
+        self._kept: deque[Attaching | Writing | None] = deque()  # taken out, and comes next
         self._thread = threading.Thread(target=self._main, name=f"kvferry-mooncake-{name}", daemon=True)
         self._thread.start()
 
@@ -120,13 +125,26 @@ class Peer:
         if self._before is not None:
             self._before.join()  # two instances would have more in flight to the peer than it takes
             self._before = None
-        while (work := self._inbox.get()) is not None:
+        while (work := self._take()) is not None:
             try:
                 self._attach(work) if isinstance(work, Attaching) else self._write(work)
             except Exception as error:
                 log.exception("the mooncake engine failed with peer %s", self.name)
-                self._give_up(work, f"the library raised {error!r}", type(error).__name__)
+                works = [work] if isinstance(work, Attaching) else work
+                self._give_up(works, f"the library raised {error!r}", type(error).__name__)
         self._drop()
+
+    def _take(self) -> Attaching | list[Writing] | None:
+        """What comes next, batches that wait already together: between two calls the connections are idle."""
+        first = self._kept.popleft() if self._kept else self._inbox.get()
+        if not isinstance(first, Writing):
+            return first
+        found = [first]
+        with contextlib.suppress(queue.Empty):
+            while isinstance(following := self._inbox.get_nowait(), Writing) and _go_together([*found, following]):
+                found.append(following)
+            self._kept.append(following)
+        return found
 
     def _attach(self, work: Attaching) -> None:
         self.target = None
@@ -164,37 +182,38 @@ class Peer:
             return f"what answers at {blob.session} has not the memory that the peer named"
         return "" if blob.is_nonce(read) else f"what answers at {blob.session} is another process than the peer"
 
-    def _write(self, work: Writing) -> None:
-        ticket, batch = work.ticket, work.batch
+    def _write(self, works: Sequence[Writing]) -> None:
         if self._left or self.target is None:
             why = "detached" if self._left else "not attached, or no more since a write to it failed"
-            self._report(Done(ticket, Outcome.FAILED_QUIET, f"peer {self.name} is {why}", "refused"))
+            self._tell(works, Outcome.FAILED_QUIET, f"peer {self.name} is {why}", "refused")
             return
-        if not len(batch):
-            self._report(Done(ticket, Outcome.LANDED))
-            return
+        batches = [work.batch for work in works if len(work.batch)]
         try:
-            instance = self._ready()
+            instance = self._ready() if batches else None
         except EngineError as error:
-            self._report(Done(ticket, Outcome.FAILED_QUIET, str(error), "register"))
+            self._tell(works, Outcome.FAILED_QUIET, str(error), "register")
             return
         began = time.monotonic()
-        code = instance.write(self.target.session, batch)
+        code = instance.write(self.target.session, batches) if instance else 0
         if not code:
-            self._report(Done(ticket, Outcome.LANDED))
+            self._tell(works, Outcome.LANDED)
             return
-        self._give_up(work, _cause(self.target.session, batch, time.monotonic() - began), str(code))
+        self._give_up(works, _cause(self.target.session, batches, time.monotonic() - began), str(code))
 
-    def _give_up(self, work: Attaching | Writing, cause: str, native: str) -> None:
+    def _tell(self, works: Sequence[Attaching | Writing], outcome: Outcome, cause: str = "", native: str = "") -> None:
+        for work in works:
+            self._report(Done(work.ticket, outcome, cause, native))
+
+    def _give_up(self, works: Sequence[Attaching | Writing], cause: str, native: str) -> None:
         """End the instance that failed: it would go on writing, and may never work again."""
         target, self.target = self.target, None
         self._drop()
         self.rebuilds += 1
-        if isinstance(work, Attaching) or target is None:
-            self._report(Done(work.ticket, Outcome.FAILED_QUIET, cause, native))
+        if isinstance(works[0], Attaching) or target is None:
+            self._tell(works, Outcome.FAILED_QUIET, cause, native)
             return
-        self.unproven.append(Unproven(work.ticket, target))
-        self._report(Done(work.ticket, Outcome.FAILED_UNKNOWN, cause, native))
+        self.unproven += [Unproven(work.ticket, target) for work in works]
+        self._tell(works, Outcome.FAILED_UNKNOWN, cause, native)
         self._prove()
 
     def _prove(self) -> None:
@@ -235,8 +254,15 @@ class Peer:
             instance.close()
 
 
-def _cause(session: str, batch: Batch, seconds: float) -> str:
+def _go_together(works: Sequence[Writing]) -> bool:
+    """Whether these batches may be in flight at once."""
+    rows, nbytes = sum(len(work.batch) for work in works), sum(work.batch.total_bytes for work in works)
+    return rows <= quiet.LIMITS.rows and nbytes <= TOGETHER_BYTES
+
+
+def _cause(session: str, batches: Sequence[Batch], seconds: float) -> str:
+    rows = sum(map(len, batches))
     return (
-        f"Mooncake's batch_transfer_sync_write of {len(batch)} rows to {session} failed after {seconds:.2f} s; it does "
+        f"Mooncake's batch_transfer_sync_write of {rows} rows to {session} failed after {seconds:.2f} s; it does "
         "not say why: the peer may be gone, stopped or slow, or the rows outside of what it has registered"
     )
