@@ -1,4 +1,4 @@
-"""One NIXL agent with one backend, as much of it as the engine uses. All calls are made by one thread."""
+"""One NIXL agent with one backend, as much of it as the engine uses. All calls are made by one thread at a time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Agent:
             EngineUnavailable: the backend can't be had here.
         """
         # a progress thread would take a whole processor for ever; `progress` does its work
-        config = library.api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        # and calls come from one thread at a time, but not always from the same
+        strict = library.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = library.api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
         self.name = name
         self._owner = Owner("nixl")
         try:

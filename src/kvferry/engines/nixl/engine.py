@@ -1,4 +1,4 @@
-"""The NIXL engine: one agent of the native library, driven from one thread, with deadlines of its own."""
+"""The NIXL engine: one agent of the native library, driven by one thread at a time, with deadlines of its own."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class NixlEngine:
     `param.engine_config=TLS=tcp` (UCX's settings without their UCX_). `attach_timeout_s` and `transfer_timeout_s` are
     the engine's own deadlines, since NIXL has none.
 
-    Capabilities, after `open`: NEEDS_TARGET_POLL. DEVICE_MEMORY if the backend says so and a CUDA driver is here; that
-    was never run, for lack of a GPU. FENCE over UCX with its error handling, for host memory, without RDMA and a CUDA
-    driver (`serving.why_no_fence`). No GRANTS: who is attached is trusted with all registered memory, even after it was
-    deregistered if the pages are still there.
+    Capabilities, after `open`: NEEDS_TARGET_POLL, ANY_THREAD. DEVICE_MEMORY if the backend says so and a CUDA driver is
+    here; that was never run, for lack of a GPU. FENCE over UCX with its error handling, for host memory, without RDMA
+    and a CUDA driver (`serving.why_no_fence`). No GRANTS: who is attached is trusted with all registered memory, even
+    after it was deregistered if the pages are still there.
 
     A fence waits for the end of all attachments of the peer, whatever claim it is asked for. It lands when their engine
     has said that their last batch is over, by `detach` or `close`, or when their process has ended, on this host, and
@@ -64,7 +64,7 @@ class NixlEngine:
     def __init__(self) -> None:
         """Raises EngineUnavailable when the library is not installed; it is imported by `open`."""
         library.find()
-        self.caps = Caps.NEEDS_TARGET_POLL
+        self.caps = Caps.NEEDS_TARGET_POLL | Caps.ANY_THREAD
         self._agent: Agent | None = None
         self._tickets = itertools.count(1)
         self._memory = Memory.of(())

@@ -25,11 +25,13 @@ class Memory:
         intervals: the addresses, merged.
         starts: uint64[N] first address of each region.
         devices: int64[N] its device; -1 is host memory.
+        is_host: whether all of it is host memory.
     """
 
     intervals: Intervals
     starts: U64
     devices: I64
+    is_host: bool
 
     @classmethod
     def of(cls, regions: Sequence[Region]) -> Memory:
@@ -37,7 +39,8 @@ class Memory:
         ordered = sorted(regions, key=lambda region: region.address)
         starts = np.array([region.address for region in ordered], np.uint64)
         ends = np.array([region.address + region.nbytes for region in ordered], np.uint64)
-        return cls(Intervals.merged(starts, ends), starts, np.array([one.device for one in ordered], np.int64))
+        devices = np.array([one.device for one in ordered], np.int64)
+        return cls(Intervals.merged(starts, ends), starts, devices, bool((devices < 0).all()))
 
     def devices_of(self, addresses: U64) -> I64:
         """The device of each address; all lie in these regions."""
@@ -59,6 +62,9 @@ class Rows:
 
 def split(batch: Batch, here: Memory, there: Memory) -> Iterator[tuple[Rows, Rows]]:
     """Give a batch as transfers, since each side of one must be of one kind: one, unless it mixes host and device."""
+    if here.is_host and there.is_host:  # looking at each row would take longer than the library needs for all of them
+        yield _host_rows(batch.src, batch.nbytes), _host_rows(batch.dst, batch.nbytes)
+        return
     mine, theirs = here.devices_of(batch.src), there.devices_of(batch.dst)
     kinds = (mine >= 0) * 2 + (theirs >= 0)
     for kind in np.unique(kinds):
@@ -85,9 +91,15 @@ def host_row(address: int, nbytes: int) -> Rows:
     return Rows(HOST, np.array([[address, nbytes, 0]], np.uint64))
 
 
-def _rows(addresses: U64, nbytes: U64, devices: I64) -> Rows:
-    table = np.empty((len(addresses), 3), np.uint64)
+def _host_rows(addresses: U64, nbytes: U64) -> Rows:
+    table = np.zeros((len(addresses), 3), np.uint64)
     table[:, 0], table[:, 1] = addresses, nbytes
-    is_device = bool(devices[0] >= 0)
-    table[:, 2] = devices if is_device else 0
-    return Rows(DEVICE if is_device else HOST, table)
+    return Rows(HOST, table)
+
+
+def _rows(addresses: U64, nbytes: U64, devices: I64) -> Rows:
+    rows = _host_rows(addresses, nbytes)
+    if devices[0] < 0:
+        return rows
+    rows.table[:, 2] = devices
+    return Rows(DEVICE, rows.table)
