@@ -274,3 +274,10 @@ def test_the_layouts_of_a_grid_share_no_bytes_within_a_rank():
                 start = tensor.address + np.array([steps.layer, steps.page, steps.token, steps.head]) @ index
                 np.add.at(count, (start[:, None] + np.arange(field.nbytes)).ravel(), 1)
             assert (count == 1).all(), words
+
+
+def test_each_space_may_have_as_many_pages_as_it_needs():
+    layout = layout_of(MODELS["gpt-oss-20b"], Grid(), Rank(), {"kv": 7, "swa": 3})
+    assert {(tensor.space, tensor.pages) for tensor in layout.tensors} == {("kv", 7), ("swa", 3)}
+    alike = layout_of(MODELS["gpt-oss-20b"], Grid(), Rank(), {"kv": 7, "swa": 7})
+    assert alike == layout_of(MODELS["gpt-oss-20b"], Grid(), Rank(), 7)
