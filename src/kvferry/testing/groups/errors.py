@@ -12,7 +12,9 @@ from kvferry.engines.grants import GrantTable
 from kvferry.engines.seam import Batch, Done, EngineConfig, Outcome
 from kvferry.errors import ConfigError, EngineError
 from kvferry.ids import PeerId
+from kvferry.testing.strangers import listeners, shout
 from kvferry.testing.suite_base import FAILED, POOL_BYTES, SuiteBase
+from kvferry.testing.suite_pair import GUARD
 
 
 class Errors(SuiteBase):
@@ -47,6 +49,18 @@ class Errors(SuiteBase):
         for done in (self.write_to(process), self.write_to(process), self.settled_attach(process)):
             _assert_told("killed", done)
             assert done.outcome in FAILED
+
+    def test_strangers_at_the_ports_of_a_process_cost_it_nothing(self) -> None:
+        """Garbage and silence at each TCP port that its engine listens on, before and after it has a peer."""
+        process = self.spawn_target()
+        shout(listeners(process.pid))
+        assert self.write_to(process).outcome is Outcome.LANDED
+        made = shout(listeners(process.pid))
+        said = f"after {made} connections of strangers"
+        assert self.write_to(process).outcome is Outcome.LANDED, said
+        there = bytes.fromhex(process.do("bytes", offset=0, nbytes=process.nbytes)["bytes"])
+        assert there == self.pair.writer.pool[:50].tobytes() + bytes([GUARD]) * (process.nbytes - 50), said
+        assert self.settled_attach(process).outcome is Outcome.LANDED, said
 
     def test_an_attach_that_is_detached_or_replaced_at_once_ends(self) -> None:
         """With an outcome, and a cause if it failed: no ticket is forgotten."""
