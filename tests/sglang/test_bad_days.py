@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from client import Answer, Exchange, at_once, exchange, generation, new_room, po
 from matrix import ALWAYS_TO_HOST, TCP
 from models import Reference, references
 from servers import ENGINE, Pair, Setup, free_port
+
+from kvferry.testing.strangers import listeners, shout
 
 StartPair = Callable[[Setup], Pair]
 LIMIT_S = 30.0
@@ -153,17 +154,20 @@ def test_an_engine_that_stands_still(start_pair: StartPair, orders: Path, refere
 
 
 def test_garbage_at_the_ports(start_pair: StartPair, reference: Reference) -> None:
-    ports = {side: {"KVFERRY_CONTROL_PORTS": str(free_port()), "KVFERRY_DATA_PORTS": str(free_port())}
-             for side in ("prefill", "decode")}  # fmt: skip
+    ports = {side: (free_port(), range(first := free_port(), first + 40)) for side in ("prefill", "decode")}
+    env = {
+        side: {"KVFERRY_CONTROL_PORTS": str(control), "KVFERRY_DATA_PORTS": f"{data[0]}-{data[-1]}"}
+        for side, (control, data) in ports.items()
+    }
     tcp = {"KVFERRY_ENGINE_OPTIONS": TCP.get(ENGINE, "")}
-    pair = start_pair(Setup(env=tcp, prefill_env=ports["prefill"], decode_env=ports["decode"]))
+    pair = start_pair(Setup(env=tcp, prefill_env=env["prefill"], decode_env=env["decode"]))
     check_healthy(pair, reference)
-    for side in ports.values():
-        shout_frames(int(side["KVFERRY_CONTROL_PORTS"]))
-        shout_bytes(int(side["KVFERRY_CONTROL_PORTS"]))
-        if ENGINE != "nixl":  # UCX chooses its own ports: the engine suite shouts at those
-            shout_bytes(int(side["KVFERRY_DATA_PORTS"]))
-        shout_bytes(pair.bootstrap_port)
+    for server, (control, data) in zip(pair.servers, ports.values(), strict=True):
+        shout_frames(control)
+        found = {address for pid in server.processes() for address in listeners(pid)}
+        ours = sorted(address for address in found if address[1] == control or address[1] in data)
+        assert len(ours) > (ENGINE != "nixl"), "the control port, and data ports unless UCX chooses them"
+        assert shout([*ours, ("127.0.0.1", pair.bootstrap_port)]) > len(ours)
     check_healthy(pair, reference)
     at_once([lambda: check_healthy(pair, reference)] * 4)
 
@@ -176,13 +180,3 @@ def shout_frames(port: int) -> None:
         for frames in ([b"hello"], [b""], [b"", b""], [b"None", b"1", b"2"], [os.urandom(64)] * 3, [b"\x80" * 4096]):
             peer.send_multipart(frames)
         time.sleep(0.3)
-
-
-def shout_bytes(port: int) -> None:
-    """Bytes that are no protocol at all, and connections that say nothing."""
-    for data in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), b"\xff" * 64):
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as peer:
-            try:
-                peer.sendall(data)
-            except ConnectionError:
-                continue

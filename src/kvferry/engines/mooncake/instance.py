@@ -60,9 +60,11 @@ class Instance:
             code = self._engine.initialize(place.host, METADATA, place.protocol, place.devices)
             opened = listening_ports() - before
         if code:
+            ports = "-".join(os.environ.get(name, "any") for name in ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"))
             raise EngineError(
-                f"Mooncake can't start an engine on {place.host} (initialize returned {code})",
-                hint="MC_LOG_LEVEL=INFO shows the library's reasons",
+                f"Mooncake can't start an engine on {place.host}, ports {ports} (initialize returned {code})",
+                hint="it needs two free data_ports for each process and two for each peer; MC_LOG_LEVEL=INFO shows the "
+                "library's reasons",
             )
         port = self._engine.get_rpc_port()
         self.session = f"[{place.host}]:{port}" if ":" in place.host else f"{place.host}:{port}"
