@@ -1,14 +1,24 @@
-"""Network devices of a rank, as people give them to an engine: one name, several, or a JSON object by GPU."""
+"""Network devices: as people give them to an engine (one name, several, or a JSON object by GPU), and what is here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from kvferry.errors import ConfigError
 
 OPTIONS = ("devices", "gpu")
+
+RDMA = (Path("/sys/class/infiniband"), Path("/sys/class/infiniband_verbs"))
+"""Where the kernel lists RDMA devices, and what programs open of them."""
+
+
+def rdma_devices() -> list[str]:
+    """Names of the RDMA devices of this system; [] if it has none."""
+    found = (sorted(each.name for each in folder.iterdir() if each.is_dir()) for folder in RDMA if folder.is_dir())
+    return next(filter(None, found), [])
 
 
 def devices_of(options: Mapping[str, str], engine: str) -> list[str]:

@@ -94,11 +94,11 @@ def test_a_host_without_an_address_of_this_machine_can_not_be_reached(suite):
 def test_the_transport_is_what_the_library_uses_not_what_was_asked_for(monkeypatch):
     engine = MooncakeEngine()
     engine.open(EngineConfig(PeerId(1), GrantTable(), options={"protocol": "rdma", **FAST}))
-    if not instance.network_devices():
+    if not instance.rdma_devices():
         assert engine.info()["transport"] == "tcp"
     assert engine.info()["protocol_asked_for"] == "rdma"
     engine.close()
-    monkeypatch.setattr(instance, "network_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(instance, "rdma_devices", lambda: ["mlx5_0"])
     for forced, transport in (("1", "tcp"), (None, "rdma")):
         monkeypatch.setenv("MC_FORCE_TCP", "1") if forced else monkeypatch.delenv("MC_FORCE_TCP", raising=False)
         made = instance.Instance(instance.Place("127.0.0.1", "tcp", ""))
@@ -283,7 +283,7 @@ def test_bytes_that_do_not_arrive_are_found(monkeypatch):
 
 def test_packages_and_devices_are_told(monkeypatch):
     monkeypatch.setitem(library.DEBIAN, "libnothing.so.7", "libnothing7")
-    monkeypatch.setattr(tryout, "network_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(tryout, "rdma_devices", lambda: ["mlx5_0"])
     monkeypatch.setattr(tryout, "_transfer", lambda: None)
     _, packages, devices, _ = tryout.tryout()
     assert (packages.works, packages.text) == (False, "missing: apt-get install libnothing7")

@@ -72,8 +72,10 @@ def test_a_connection_keeps_its_session_and_loses_it_for_good(suite):
     assert told(suite, 5)[0] == first
     assert attach_as(suite, 5)[0].outcome is Outcome.FAILED_QUIET
     assert attach_as(suite, 6)[0].outcome is Outcome.LANDED
-    with socket.socket() as one, pytest.raises(OSError, match="in use"):
-        one.bind(("", msgspec.msgpack.decode(first)["data_ports"][0]))
+    said = msgspec.msgpack.decode(first)
+    for port in (*said["data_ports"], int(said["session"].rpartition(":")[2])):
+        with socket.socket() as one, pytest.raises(OSError, match="in use"):
+            one.bind(("", port))
     assert engine.info()["served"] == 2
 
 
@@ -85,6 +87,19 @@ def test_a_batch_to_a_target_that_shut_its_writer_out_is_quiet_at_once(suite):
     assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
     assert suite.quiet(ticket)
     assert suite.engine.info()["unproven"] == 0
+
+
+def test_a_port_that_is_not_the_librarys_is_left_alone(suite):
+    told(suite, 5)
+    engine = suite.pair.target.engine
+    with socket.create_server(("127.0.0.1", 0)) as others:
+        port = others.getsockname()[1]
+        engine._serving._open[5][0].ports.append(port)
+        engine.fence(PeerId(1, 5))
+        done = engine.poll(1)[0]
+        assert done.outcome is Outcome.FAILED_QUIET
+        assert f"port {port} could not be kept" in done.cause
+        socket.create_connection(("127.0.0.1", port), 5).close()
 
 
 def test_who_was_told_nothing_yet_is_told_what_leads_nowhere(suite):
@@ -131,6 +146,18 @@ def test_instances_of_writers_that_are_gone_are_ended(suite, monkeypatch):
     suite.pair.settle(suite.engine.attach(suite.pair.target.me, engine.describe()))
     told(suite, 8)
     assert engine.info()["served"] == 2
+
+
+def test_by_rdma_no_connection_shows_that_a_writer_is_there_so_that_none_is_taken_for_gone(suite, monkeypatch):
+    engine = suite.pair.target.engine
+    monkeypatch.setattr(serving, "SWEEP_AFTER_S", 0.0)
+    for each in (5, 6):
+        told(suite, each)
+        engine._serving._open[each][0].transport = "rdma"
+    told(suite, 7)
+    assert engine.info()["served"] == 4
+    engine.detach(PeerId(1, 5))
+    assert engine.info()["served"] == 3
 
 
 def test_registering_reaches_all_instances_or_none(suite):

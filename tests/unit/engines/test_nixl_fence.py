@@ -7,6 +7,7 @@ import pytest
 from nixl_pairs import POOL, TCP, a_pair, a_suite
 
 from engine_here import need
+from kvferry.engines import devices
 from kvferry.engines.host import Process, this_process
 from kvferry.engines.nixl import NixlEngine, engine, serving, writers
 from kvferry.engines.nixl.greeting import Bye, Hello, answer_to, pack, place_of, unpack
@@ -251,11 +252,11 @@ def test_it_is_claimed_where_it_holds_and_nowhere_else(monkeypatch, tmp_path):
         ("device memory", reason(has_device_memory=True)),
     ):
         assert words in found
-    monkeypatch.setattr(serving, "RDMA", (tmp_path / "none", tmp_path / "mlx5_0"))
+    monkeypatch.setattr(devices, "RDMA", (tmp_path / "none", tmp_path / "mlx5_0"))
     assert reason() == reason(ucx_error_handling_mode="peer") == ""
-    monkeypatch.setattr(serving, "RDMA", (tmp_path,))
+    monkeypatch.setattr(devices, "RDMA", (tmp_path,))
     assert "RDMA" in reason()
-    monkeypatch.setattr(serving, "RDMA", ())
+    monkeypatch.setattr(devices, "RDMA", ())
     monkeypatch.setattr(serving, "this_process", lambda: None)
     assert "which process" in reason()
     monkeypatch.setattr("kvferry.engines.nixl.connections.TABLES", (str(tmp_path / "tcp"),))
@@ -265,7 +266,7 @@ def test_it_is_claimed_where_it_holds_and_nowhere_else(monkeypatch, tmp_path):
 
 def test_without_it_a_fence_says_why_at_once_and_peers_are_not_asked(monkeypatch, tmp_path):
     (tmp_path / "mlx5_0").mkdir()
-    monkeypatch.setattr(serving, "RDMA", (tmp_path,))
+    monkeypatch.setattr(devices, "RDMA", (tmp_path,))
     with a_pair() as pair:
         assert Caps.FENCE not in pair.target.engine.caps
         assert pair.attach().outcome is Outcome.LANDED

@@ -1,13 +1,14 @@
 """Parts of the NIXL engine that need no library: options, errors, a ticket on its way, rows, a missing library."""
 
+import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from kvferry.engines import find
-from kvferry.engines.nixl import library, native
+from kvferry.engines import devices, find
+from kvferry.engines.nixl import library, native, tryout
 from kvferry.engines.nixl.flight import Flight
 from kvferry.engines.nixl.memory import Memory, split
 from kvferry.engines.nixl.options import parse
@@ -192,3 +193,52 @@ def test_nothing_is_imported_before_it_is_opened():
     code = "import sys; from kvferry.engines import find; find.known(); print([n for n in sys.modules if 'nixl' in n])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.strip() == "[]"
+
+
+# RDMA devices
+
+
+@pytest.fixture
+def rdma(monkeypatch, tmp_path):
+    """Two empty folders in the place of the kernel's."""
+    folders = tmp_path / "infiniband", tmp_path / "infiniband_verbs"
+    monkeypatch.setattr(devices, "RDMA", folders)
+    for name in ("UCX_RC_VERBS_RETRY_COUNT", "UCX_RC_RETRY_COUNT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return folders
+
+
+def test_rdma_devices_are_those_that_the_kernel_lists_and_not_its_other_files(rdma):
+    first, second = rdma
+    assert devices.rdma_devices() == []
+    second.mkdir()
+    (second / "abi_version").touch()  # there as soon as the module is loaded
+    assert devices.rdma_devices() == []
+    (second / "uverbs0").mkdir()
+    assert devices.rdma_devices() == ["uverbs0"]
+    first.mkdir()
+    for name in ("mlx5_1", "mlx5_0"):
+        (first / name).mkdir()
+    assert devices.rdma_devices() == ["mlx5_0", "mlx5_1"]
+
+
+def test_a_peer_that_does_not_answer_by_rdma_is_given_up_unless_something_else_is_set(rdma, monkeypatch):
+    assert library.limit_retries() == ""
+    assert "UCX_RC_VERBS_RETRY_COUNT" not in os.environ
+    (rdma[0] / "mlx5_0").mkdir(parents=True)
+    monkeypatch.setenv("UCX_RC_RETRY_COUNT", "7")
+    assert library.limit_retries() == "7"
+    monkeypatch.delenv("UCX_RC_RETRY_COUNT")
+    assert library.limit_retries() == "6"
+    assert os.environ["UCX_RC_VERBS_RETRY_COUNT"] == "6"
+    monkeypatch.setenv("UCX_RC_VERBS_RETRY_COUNT", "3")
+    assert library.limit_retries() == "3"
+
+
+def test_the_try_out_says_what_holds_by_rdma(rdma):
+    assert tryout._rdma() == []
+    (rdma[0] / "mlx5_0").mkdir(parents=True)
+    (found,) = tryout._rdma()
+    assert (found.key, found.value) == ("rdma_devices", "mlx5_0")
+    assert "after 6 retries (UCX_RC_VERBS_RETRY_COUNT)" in found.text

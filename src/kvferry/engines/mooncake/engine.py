@@ -48,8 +48,9 @@ class MooncakeEngine:
     process out, else with that attachment; not as long as the target is stopped.
 
     A fence shuts the whole peer out at once, whatever claim it is asked for and whether or not its process is stopped:
-    each connection is told (`personal`) of an instance of its own, which is destroyed. The library listens on all
-    interfaces, whatever `bind_host` is, and whoever reaches its ports may read and write all registered memory.
+    each connection is told (`personal`) of an instance of its own, which is destroyed, by RDMA with its queue pairs and
+    memory keys. The library listens on all interfaces, whatever `bind_host` is, and whoever reaches its ports may read
+    and write all registered memory.
     A call that is blocked can't be ended: `close` waits for 2 s, then leaves that peer's thread, a daemon, to itself;
     the thread ends when the call returns, a minute later at most, and keeps its instance until then.
     """

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvferry.engines.devices import rdma_devices
 from kvferry.engines.mooncake.blob import NONCE_BYTES
 from kvferry.engines.mooncake.library import engine_class
 from kvferry.engines.mooncake.sockets import listening_ports, wake_listener
@@ -47,7 +48,8 @@ class Instance:
 
     Attributes:
         session: host:port; how peers name it.
-        data_ports: where data connections arrive; more than one if another thread began to listen meanwhile.
+        data_ports: where data connections arrive; more than one if another thread began to listen meanwhile, and none
+            over RDMA.
         ports: these and, first, where it is asked for its metadata.
         network_devices: the RDMA devices of this system.
         transport: "tcp" where it is certain, else "rdma".
@@ -69,7 +71,9 @@ class Instance:
         port = self._engine.get_rpc_port()
         self.session = f"[{place.host}]:{port}" if ":" in place.host else f"{place.host}:{port}"
         self.data_ports = sorted(opened - {port})
-        self.network_devices = network_devices()
+        # the library takes TCP only when it has found none; its own answer, `get_local_topology`, takes a second, since
+        # it starts one more engine each time
+        self.network_devices = rdma_devices()
         self.transport = "rdma" if self.network_devices and "MC_FORCE_TCP" not in os.environ else "tcp"
         self.ports = [port, *self.data_ports]
         self._regions: tuple[Region, ...] = ()
@@ -141,15 +145,3 @@ class Instance:
                     f"{_CODES.get(code, 'unknown')} [{code}]"
                 )
             self._regions = regions[: number + 1]
-
-
-def network_devices() -> list[str]:
-    """The RDMA devices of this system.
-
-    The library takes TCP only when it has found none. Its own answer, `get_local_topology`, takes a second: it starts
-    one more engine each time.
-    """
-    try:
-        return sorted(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        return []

@@ -1,14 +1,14 @@
 """What peers write to: one instance of the library per connection, so that one peer can be shut out for good.
 
 The library's target does not tell writers apart, and can't refuse one. But what arrives at an instance ends with it:
-its destructor closes all connections and waits for the thread that reads them, so that nothing lands afterwards,
-whatever the writer does, stopped or not, here or on another host. The port where its data arrived is kept, so that a
-writer that tries again meets nobody.
+its destructor closes all connections and waits for the thread that reads them (TCP), or destroys the queue pairs and
+deregisters the memory that peers were given keys of (RDMA), so that nothing lands afterwards, whatever the writer does,
+stopped or not, here or on another host. The ports where it was reached are kept, so that a writer that tries again
+meets nobody: by RDMA it would ask there for new keys.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -17,7 +17,7 @@ import time
 from kvferry.engines.mooncake import library
 from kvferry.engines.mooncake.blob import VERSION, Blob
 from kvferry.engines.mooncake.instance import Instance, Place
-from kvferry.engines.mooncake.sockets import has_connections
+from kvferry.engines.mooncake.sockets import has_connections, held, refuse
 from kvferry.engines.seam import Region
 from kvferry.errors import EngineError
 from kvferry.ids import Incarnation
@@ -101,8 +101,7 @@ class Serving:
                 return "no instance could be made for it"
             instance = self._open.pop(epoch)[0]
             self._shut[epoch] = self._blob(instance)
-            instance.close()
-            return "" if all(map(self._keep, instance.data_ports)) else "its data port could not be kept"
+            return self._end_for_good(instance)
 
     def forget(self, epoch: int) -> None:
         """End an instance that no peer needs any more; the main one stays."""
@@ -133,24 +132,24 @@ class Serving:
             self._on_main.add(epoch)
 
     def _sweep(self) -> None:
-        """End instances whose writer has gone: it keeps a connection as long as it is attached."""
+        """End instances whose writer has gone: by TCP it keeps a connection as long as it is attached.
+
+        By RDMA nothing shows that, so that an instance stays until its peer is fenced or forgotten.
+        """
         before = time.monotonic() - SWEEP_AFTER_S
         for epoch, (instance, made_at) in list(self._open.items()):
-            if epoch != MAIN and made_at < before and has_connections(instance.data_ports) is False:
+            is_old = epoch != MAIN and made_at < before and instance.transport == "tcp"
+            if is_old and has_connections(instance.data_ports) is False:
                 self._open.pop(epoch)[0].close()
 
-    def _keep(self, port: int) -> bool:
-        """Occupy a port without listening on it."""
-        each = socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET)
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):
-            if each.family == socket.AF_INET6:
-                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            each.bind(("", port))
-            self._kept_ports.append(each)
-            return True
-        each.close()
-        return False
+    def _end_for_good(self, instance: Instance) -> str:
+        """Close an instance, and occupy its ports from before to the end, without listening; why that failed, or ""."""
+        listeners = held(instance.ports)
+        self._kept_ports += listeners.values()
+        instance.close()
+        kept = {port for port, each in listeners.items() if refuse(each)}
+        free = [port for port in instance.ports if port not in kept]
+        return f"its port {free[0]} could not be kept" if free else ""
 
     def _blob(self, instance: Instance) -> Blob:
         return Blob(

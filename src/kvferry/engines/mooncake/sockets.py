@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,29 @@ def wake_listener(port: int) -> None:
             host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
             with contextlib.suppress(OSError):
                 socket.create_connection((host, port), 1.0).close()
+
+
+def held(ports: Collection[int]) -> dict[int, socket.socket]:
+    """Duplicates of this process's listeners at these ports, which stay taken when the library closes its own.
+
+    Binding anew afterwards would fail for a minute, while the kernel remembers connections that were closed there.
+    """
+    return {port: each.dup() for port, each in _listeners() if port in ports}
+
+
+def refuse(listener: socket.socket) -> bool:
+    """Listen no more: whoever connects is refused, and the port stays taken as long as this is open.
+
+    Returns:
+        False, and nothing was done, if another descriptor of this process holds it still: it is not the library's.
+    """
+    mine = listener.fileno()
+    inode = os.fstat(mine).st_ino
+    if any(_inode(int(name)) == inode for name in os.listdir("/proc/self/fd") if int(name) != mine):
+        return False
+    with contextlib.suppress(OSError):  # the library has shut it down
+        listener.shutdown(socket.SHUT_RDWR)
+    return True
 
 
 def unacknowledged(ports: Collection[int]) -> bool | None:
@@ -105,6 +129,14 @@ def _duplicate(fd: int) -> socket.socket | None:
     except OSError:  # no socket
         os.close(copy)
         return None
+
+
+def _inode(fd: int) -> int | None:
+    """Of a socket; None for all else."""
+    with contextlib.suppress(OSError):  # closed meanwhile
+        status = os.fstat(fd)
+        return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
+    return None
 
 
 def _listens(each: socket.socket) -> bool:

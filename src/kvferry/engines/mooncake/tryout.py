@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
+from kvferry.engines.devices import rdma_devices
 from kvferry.engines.findings import Finding
 from kvferry.engines.mooncake import library
-from kvferry.engines.mooncake.instance import network_devices
 from kvferry.engines.tryout import FAILURES, could_not_be_tried, siblings
 
 PATTERN_BYTES = 4096
@@ -26,7 +26,7 @@ def tryout() -> list[Finding]:
 
 
 def _devices() -> Finding:
-    names = network_devices()
+    names = rdma_devices()
     found = f"RDMA devices: {', '.join(names)}" if names else "no RDMA device is found here, so that it uses TCP"
     forced = "; MC_FORCE_TCP is set, so that it uses TCP" if names and "MC_FORCE_TCP" in os.environ else ""
     return Finding("rdma_devices", None, found + forced, len(names))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
+from kvferry.engines.devices import rdma_devices
 from kvferry.engines.host import this_process
 from kvferry.engines.nixl.agent import Agent
 from kvferry.engines.nixl.connections import unacknowledged
@@ -16,8 +16,6 @@ from kvferry.engines.seam import Done, Outcome, Ticket
 from kvferry.ids import PeerId
 
 log = logging.getLogger("kvferry.engines")
-
-RDMA = (Path("/sys/class/infiniband"), Path("/sys/class/infiniband_verbs"))
 
 
 def why_no_fence(options: Options, *, has_device_memory: bool) -> str:
@@ -29,7 +27,7 @@ def why_no_fence(options: Options, *, has_device_memory: bool) -> str:
         return "without UCX's error handling peers may write by its shared memory, where rows outlast their writer"
     if has_device_memory:
         return "writes to device memory outlast their writer as long as nobody has shown the contrary"
-    if any(path.is_dir() and any(path.iterdir()) for path in RDMA):
+    if rdma_devices():
         return "this host has RDMA devices, and what is in one can't be seen"
     return _why_blind()
 

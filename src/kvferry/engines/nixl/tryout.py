@@ -7,7 +7,9 @@ import tempfile
 from collections.abc import Mapping
 from typing import IO, Any
 
+from kvferry.engines.devices import rdma_devices
 from kvferry.engines.findings import Finding
+from kvferry.engines.nixl import library
 from kvferry.engines.tryout import FAILURES, could_not_be_tried, siblings
 
 PATTERN_BYTES = 65536
@@ -39,7 +41,17 @@ def _facts(info: Mapping[str, Any]) -> list[Finding]:
     return [
         Finding("library", True, f"{info['library']}; an agent with the backend UCX was created", info["library"]),
         Finding("plugins", None, f"backends that come with it, which may need more than is here: {plugins}", plugins),
+        *_rdma(),
     ]
+
+
+def _rdma() -> list[Finding]:
+    """What holds where there are RDMA devices."""
+    names, retries = ", ".join(rdma_devices()), library.limit_retries()
+    if not names:
+        return []
+    gives_up = f"a peer that does not answer is given up after {retries} retries ({library.RETRIES})"
+    return [Finding("rdma_devices", None, f"RDMA devices: {names}; {gives_up}; no fence is claimed over them", names)]
 
 
 def _transports(said: str) -> list[Finding]:
