@@ -26,10 +26,12 @@ from kvferry.layout import Layout
 from kvferry.testing.cluster_process import RankProcess
 from kvferry.testing.cluster_rank import ClusterRank, HandOff
 from kvferry.testing.control_proxy import ControlProxy
+from kvferry.testing.settings import PATIENCE
 
 Rank = ClusterRank | RankProcess
 
-WAIT_S = 20.0
+WAIT_S = 20.0 * PATIENCE
+CLEAR_S = 5.0 * PATIENCE
 
 
 class Cluster:
@@ -117,7 +119,7 @@ class Cluster:
             rank.begin(request, [*(places[id(source)] for source in prefill), *more])
         return Request(request, prefill, decode)
 
-    def clean(self, limit_s: float = 5.0) -> list[str]:
+    def clean(self, limit_s: float = CLEAR_S) -> list[str]:
         """What is not as it was before, in words; [] if all is.
 
         While the cluster is open: rooms, grants and pages of all ranks, and their threads' health. After `close`:
@@ -212,7 +214,7 @@ class Request:
             row = rank.aux_row(self.room)
             assert row == [self.room, self.facts.num_tokens], f"{rank.layout.rank}: metadata row {row}"
 
-    def clear(self, limit_s: float = 5.0) -> None:
+    def clear(self, limit_s: float = CLEAR_S) -> None:
         """Give its rooms and pages back. Raises AssertionError if pages are still in use after limit_s."""
         deadline = time.monotonic() + limit_s
         for rank in self.ranks:

@@ -19,8 +19,9 @@ from kvferry.engines import find
 from kvferry.layout import Layout
 from kvferry.testing.cluster_rank import ClusterRank, HandOff
 from kvferry.testing.controlled_process import ControlledProcess
+from kvferry.testing.settings import PATIENCE
 
-ANSWER_S = 60.0
+ANSWER_S = 60.0 * PATIENCE
 CALLS = {
     "begin", "send", "poll", "wait", "failure", "abort", "landed_bytes", "wanted_bytes", "clear", "differences",
     "aux_row", "leftovers", "caps",

@@ -195,7 +195,7 @@ class SuiteBase:
 
     def assert_fence_lands(self, ticket: Ticket) -> None:
         """A fence of the pair's target ends with its proof."""
-        assert self.pair.target.wait(ticket, 10).outcome is Outcome.LANDED
+        assert self.pair.target.wait(ticket, SETTLE_S / 3).outcome is Outcome.LANDED
 
     def settled_attach(self, process: EngineProcess) -> Done:
         """Attach the writer of the pair to a process."""
@@ -232,7 +232,7 @@ class SuiteBase:
         assert target.pool[0] != GUARD
         return process
 
-    def wait_until(self, condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], limit_s: float = SETTLE_S / 3) -> None:
         """Poll the target until something holds, or limit_s seconds are over."""
         until = time.monotonic() + limit_s
         while not condition() and time.monotonic() < until:

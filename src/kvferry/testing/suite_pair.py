@@ -13,11 +13,12 @@ from kvferry.engines.grants import GrantTable
 from kvferry.engines.seam import Batch, Caps, Done, Engine, EngineConfig, Outcome, Ticket
 from kvferry.errors import EngineUnavailable
 from kvferry.ids import PeerId
+from kvferry.testing.settings import PATIENCE
 from kvferry.testing.suite_memory import PLAIN, address_of, device_of, kind_of, new_pool, region_of
 
 CLAIM = 7
 GUARD = 0xEE
-SETTLE_S = 30.0
+SETTLE_S = 30.0 * PATIENCE
 """How long an outcome may take that has to come; foreign engines need seconds to connect."""
 
 

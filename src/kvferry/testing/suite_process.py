@@ -22,10 +22,11 @@ from kvferry.engines.grants import GrantTable
 from kvferry.engines.seam import Batch, Done, EngineConfig, Ticket
 from kvferry.ids import PeerId
 from kvferry.testing.controlled_process import ControlledProcess
+from kvferry.testing.settings import PATIENCE
 from kvferry.testing.suite_memory import PLAIN, address_of, new_pool, region_of
 
 _IDLE_POLL_S = 0.002
-_ANSWER_S = 60.0
+_ANSWER_S = 60.0 * PATIENCE
 _MEANWHILE_S = 0.002
 _NOWHERE = 1 << 16
 """An address below everything that the kernel maps for a program."""
@@ -67,7 +68,7 @@ class EngineProcess(ControlledProcess):
         self.address = int(hello["address"])
 
     def do(self, what: str, **arguments: object) -> Command:
-        """Send one command and wait for its answer, at most 60 s."""
+        """Send one command and wait for its answer, at most 60 s, or as many more as tests are patient."""
         self.say(json.dumps({"do": what, **arguments}).encode())
         return self._read()
 

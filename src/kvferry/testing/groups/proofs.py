@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.engines.seam import Caps, Done, Outcome, Ticket
 from kvferry.testing.suite_base import FAILED, SuiteBase
-from kvferry.testing.suite_pair import CLAIM, GUARD, Pair
+from kvferry.testing.suite_pair import CLAIM, GUARD, SETTLE_S, Pair
 
 _STILL_S = 0.15
 _ROW = 200_000
@@ -63,7 +63,7 @@ class Proofs(SuiteBase):
             pytest.skip("has FENCE: the other tests show what it proves")
         target = self.pair.target
         for _ in range(2):
-            done = target.wait(target.engine.fence(self.pair.writer.me), 5)
+            done = target.wait(target.engine.fence(self.pair.writer.me), SETTLE_S / 6)
             assert done.outcome is Outcome.FAILED_QUIET
             assert done.cause
             assert self.pair.attach().outcome is Outcome.LANDED
@@ -151,7 +151,7 @@ class Proofs(SuiteBase):
         target = self.pair.target
         ticket = target.engine.fence(process.peer)
         if Caps.FENCE not in self.caps:
-            assert target.wait(ticket, 5).outcome is Outcome.FAILED_QUIET
+            assert target.wait(ticket, SETTLE_S / 6).outcome is Outcome.FAILED_QUIET
             self.refused(Caps.FENCE)
             return
         lands = self._lands_within(ticket, 0.5)
