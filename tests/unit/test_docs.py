@@ -1,11 +1,13 @@
 import pathlib
 import re
 import runpy
+import shutil
 
 import pytest
 
 from kvferry.cli.main import main
 from kvferry.presets import MODELS, Grid
+from kvferry.testing.matrix import Matrix, save
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -48,3 +50,28 @@ def test_the_page_on_explain_names_all_models_and_words():
         assert f"| {model.source} |" in EXPLAIN
     for word in Grid.__struct_fields__:
         assert f"`{word}=" in EXPLAIN, word
+
+
+def test_the_matrix_of_engines_in_the_docs_is_that_of_the_saved_runs(tmp_path):
+    page = ROOT / "docs/engines.md"
+    (tmp_path / "page.md").write_text(page.read_text())
+    shutil.copytree(ROOT / "docs/matrix", tmp_path / "saved")
+    main_of = runpy.run_path(str(ROOT / "tools/engine_matrix.py"))["main"]
+    main_of(str(tmp_path / "page.md"), str(tmp_path / "saved"))
+    assert (tmp_path / "page.md").read_text() == page.read_text(), "run make matrix"
+
+
+def test_a_fresh_run_takes_the_place_of_the_saved_one(tmp_path):
+    page, saved, fresh = tmp_path / "page.md", tmp_path / "saved", tmp_path / "fresh"
+    page.write_text("before\n<!-- matrix -->\nold\n")
+    for folder, engine in ((saved, "one"), (fresh, "two")):
+        matrix = Matrix()
+        matrix.cell(engine, "proofs").add("passed")
+        save(matrix, folder / ("verbs-mine.json" if folder is saved else "mine.json"))
+    main_of = runpy.run_path(str(ROOT / "tools/engine_matrix.py"))["main"]
+    main_of(str(page), str(saved))
+    assert "| `one` |" in page.read_text()
+    main_of(str(page), str(saved), str(fresh))
+    assert "`one`" not in page.read_text()
+    assert "| `two` | plain | 1 passed |" in page.read_text()
+    assert page.read_text().startswith("before\n<!-- matrix -->\n")

@@ -1,0 +1,46 @@
+"""What runs in the guest, one after the other."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv/bin/python"
+# the wheel brings one of its own, which finds no device's driver on Debian
+OWN_VERBS = f"""for copy in {ROOT}/.venv/lib/python3*/site-packages/nixl_cu*.libs/libibverbs-*; do
+    mount --bind /usr/lib/x86_64-linux-gnu/libibverbs.so.1 "$copy"
+done"""
+NIXL = {
+    # without it UCX takes shared memory on one host
+    "UCX_TLS": "rc_verbs,ud_verbs",
+    # how often it tries is the engine's own default, which is to be seen here; but not for a second each time
+    "UCX_RC_VERBS_TIMEOUT": "250ms",
+}
+
+# a process takes seconds to start in the guest: the rows that start most of them are shown without RDMA
+ROWS = ["-k", "not restarted and not attaching_to_a_process"]
+
+
+class Job(NamedTuple):
+    """One run of pytest.
+
+    Attributes:
+        name: of the engine, which is required; its files in the shared folder are called after it.
+        python: the interpreter, of an environment that has the engine's library.
+        environment: variables.
+        arguments: of pytest.
+        limit_s: when it is ended.
+        before: commands of the guest's shell that make it ready.
+    """
+
+    name: str
+    python: Path
+    environment: dict[str, str]
+    arguments: list[str]
+    limit_s: int = 600
+    before: str = ""
+
+
+JOBS = [
+    Job("nixl", PYTHON, NIXL, ["tests/rdma/test_nixl.py", *ROWS], before=OWN_VERBS),
+    Job("mooncake", PYTHON, {}, ["tests/rdma/test_mooncake.py", *ROWS]),
+]
