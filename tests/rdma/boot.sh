@@ -15,6 +15,7 @@ timeout --kill-after 10 "$seconds" qemu-system-x86_64 -M pc,usb=off -accel tcg,t
     -device virtio-9p-pci,fsdev=layer,mount_tag=layer \
     -fsdev local,id=lab,path="$shared",security_model=none -device virtio-9p-pci,fsdev=lab,mount_tag=lab \
     -object rng-random,id=random,filename=/dev/urandom -device virtio-rng-pci,rng=random \
-    </dev/null 2>&1 | tee "$shared/console.log" | grep -a -v -E 'SeaBIOS|Booting from|^\s*$' || true
+    </dev/null 2>&1 | tee "$shared/console.log" | sed -u 's/.*\x1b\[2J//' |
+    grep -a --line-buffered -v -E 'SeaBIOS|Booting from|Power down|^\s*$' || true
 [ -f "$shared/exit-code" ] || exit 99
 exit "$(cat "$shared/exit-code")"

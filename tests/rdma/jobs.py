@@ -36,7 +36,7 @@ class Job(NamedTuple):
     python: Path
     environment: dict[str, str]
     arguments: list[str]
-    limit_s: int = 600
+    limit_s: int = 1200
     before: str = ""
 
 
