@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import ClassVar
 
@@ -78,11 +79,10 @@ class Errors(SuiteBase):
 
     def test_an_option_that_is_unknown_is_named_and_the_engine_can_still_be_opened(self) -> None:
         """A typing error must not go unnoticed."""
-        engine = self.make_engine()
-        with pytest.raises(ConfigError, match="no_such_option"):
-            engine.open(self._config(no_such_option="1"))
-        engine.open(self._config())
-        engine.close()
+        with contextlib.closing(self.make_engine()) as engine:
+            with pytest.raises(ConfigError, match="no_such_option"):
+                engine.open(self._config(no_such_option="1"))
+            engine.open(self._config())
 
     def test_an_engine_is_opened_once(self) -> None:
         """The second time is refused, and does no harm to the first."""
@@ -92,16 +92,16 @@ class Errors(SuiteBase):
 
     def test_calls_before_open_and_after_close_say_so_and_close_may_be_called_at_any_time(self) -> None:
         """None of them crashes, and none pretends."""
-        engine = self.make_engine()
-        engine.close()
-        with pytest.raises(EngineError, match="open"):
-            engine.describe()
-        engine.open(self._config())
-        engine.close()
-        engine.close()
-        for call in (engine.describe, lambda: engine.poll(0), lambda: engine.attach(PeerId(2), b"")):
+        with contextlib.closing(self.make_engine()) as engine:
+            engine.close()
             with pytest.raises(EngineError, match="open"):
-                call()
+                engine.describe()
+            engine.open(self._config())
+            engine.close()
+            engine.close()
+            for call in (engine.describe, lambda: engine.poll(0), lambda: engine.attach(PeerId(2), b"")):
+                with pytest.raises(EngineError, match="open"):
+                    call()
 
     def test_polling_with_no_budget_does_not_wait_and_an_idle_poll_ends_within_its_budget(self) -> None:
         """Nothing is under way."""
