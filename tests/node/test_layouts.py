@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine_here import need
+from engine_here import ENGINES, need, of_cluster
 from kvferry import KVArgs, KVPoll, KVReceiver, KVSender
 from kvferry.errors import InputError, LayoutError
 from kvferry.layout import Ranges, Rows, Slot, Window
@@ -92,10 +92,10 @@ def test_every_rank_gets_what_it_holds_and_nothing_else(model, prefill, decode, 
         (HYBRID_MLA, "tp=2,pp=2,page=16", "tp=1,page=64"),
     ],
 )
-@pytest.mark.parametrize("engine", ["nixl", "mooncake"])
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "local"])
 def test_so_it_is_over_other_engines(engine, model, prefill, decode):
     need(engine)
-    with Cluster(*sides(model, prefill, decode), engine=engine) as cluster:
+    with Cluster(*sides(model, prefill, decode), **of_cluster(engine)) as cluster:
         for num_tokens, prefix, chunk_pages in [(130, 0, 3), (131, 37, 1000), (1, 0, 1)]:
             total, wanted = carry(cluster, num_tokens, room=None, prefix=prefix, chunk_pages=chunk_pages, rows=3)
             assert total == wanted

@@ -22,7 +22,7 @@ class EngineView(msgspec.Struct, frozen=True):
 
     Attributes:
         name: what `load` takes.
-        origin: "built in", "entry point", "registered" or "planned".
+        origin: "built in", "entry point" or "registered".
         target: "package.module:Class", or empty.
         usable: whether it can be imported and made here.
         reason: why not, in words.

@@ -56,12 +56,13 @@ class Child:
         self._process.stdin.flush()
         return self.hear()
 
-    def hear(self) -> dict[str, Any]:
-        """The next line; raises OSError."""
+    def hear(self, limit_s: float = 0.0) -> dict[str, Any]:
+        """The next line, waiting for limit_s seconds (0: ANSWER_S); raises OSError."""
+        seconds = limit_s or ANSWER_S
         assert self._process.stdout is not None
         # each line is asked for before the next is said, so that none waits in the buffer when this selects
-        if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
-            raise TimeoutError(f"a child process said nothing for {ANSWER_S:.0f} s")
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            raise TimeoutError(f"a child process said nothing for {seconds:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise ChildProcessError(f"a child process ended with {self._process.wait()}")

@@ -22,9 +22,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the name that `load` takes.
-        target: "package.module:Class"; empty for an engine that this version has no adapter for.
+        target: "package.module:Class".
         hint: what makes it usable, for instance the install line.
-        origin: "built in", "entry point", "registered" or "planned".
+        origin: "built in", "entry point" or "registered".
     """
 
     name: str
@@ -42,7 +42,11 @@ _BUILT_IN = (
         "pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1; "
         "on Debian also apt-get install libibverbs1 libnuma1 libcurl4",
     ),
-    EngineInfo("mori", "", "the library is https://github.com/ROCm/mori", "planned"),
+    EngineInfo(
+        "mori",
+        "kvferry.engines.mori:MoriEngine",
+        "pip install amd-mori==1.2.4 with Python 3.10 or 3.12; it needs ROCm 7",
+    ),
 )
 _registered: dict[str, EngineInfo] = {}
 
@@ -51,7 +55,7 @@ def known() -> dict[str, EngineInfo]:
     """List engines by name. Registered ones go before entry points, and those before the built-in table."""
     found = {info.name: info for info in _BUILT_IN}
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        if point.name not in found or not found[point.name].target:
+        if point.name not in found:
             hint = f"comes with {point.dist.name} {point.dist.version}" if point.dist else ""
             found[point.name] = EngineInfo(point.name, point.value, hint, "entry point")
     return found | _registered
@@ -90,15 +94,13 @@ def load(name: str) -> Engine:
 
     Raises:
         UnknownEngine: no engine has this name.
-        EngineUnavailable: it has no adapter in this version, or can't be imported or made here.
+        EngineUnavailable: it can't be imported or made here.
     """
     engines = known()
     name = canonical(name)
     if name not in engines:
         raise _unknown(name, engines)
     info = engines[name]
-    if not info.target:
-        raise _planned(info, engines)
     factory = _import(info)
     engine = _make(info, factory)
     missing = [call for call in _CALLS if not callable(getattr(engine, call, None))]
@@ -112,27 +114,7 @@ def load(name: str) -> Engine:
 def _unknown(name: str, engines: dict[str, EngineInfo]) -> UnknownEngine:
     near = difflib.get_close_matches(name.casefold(), engines, n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
-    planned = ", ".join(sorted(other.name for other in engines.values() if not other.target))
-    later = f"; planned: {planned}" if planned else ""
-    return UnknownEngine(f"no engine is called {name!r}", hint=f"{meant}known: {_usable(engines)}{later}")
-
-
-def _usable(engines: dict[str, EngineInfo]) -> str:
-    return ", ".join(sorted(other.name for other in engines.values() if other.target))
-
-
-def _planned(info: EngineInfo, engines: dict[str, EngineInfo]) -> EngineUnavailable:
-    return EngineUnavailable(
-        f"this version of kvferry ({_version()}) has no adapter for {info.name!r} yet",
-        hint=f"available: {_usable(engines)}",
-    )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("kvferry")
-    except importlib.metadata.PackageNotFoundError:
-        return "run from its source tree"
+    return UnknownEngine(f"no engine is called {name!r}", hint=f"{meant}known: {', '.join(sorted(engines))}")
 
 
 def _import(info: EngineInfo) -> object:

@@ -27,6 +27,7 @@ from kvferry.testing.cluster_process import RankProcess
 from kvferry.testing.cluster_rank import ClusterRank, HandOff
 from kvferry.testing.control_proxy import ControlProxy
 from kvferry.testing.settings import PATIENCE
+from kvferry.testing.suite_memory import PLAIN
 
 Rank = ClusterRank | RankProcess
 
@@ -44,7 +45,7 @@ class Cluster:
 
     def __init__(
         self, prefill: Sequence[Layout], decode: Sequence[Layout], *, engine: str = "local", processes: bool = False,
-        proxy: bool = False, **settings: Any,
+        proxy: bool = False, memory: str = PLAIN, **settings: Any,
     ) -> None:  # fmt: skip
         """Start all ranks.
 
@@ -55,6 +56,7 @@ class Cluster:
             processes: each rank is a process.
             proxy: decode ranks reach each prefill rank's control plane through a proxy that a test can tell to lose,
                 delay and repeat messages, and to cut.
+            memory: where the ranks' memory comes from, "module:function" (see `suite_memory`).
             settings: of all managers, by name.
 
         Raises:
@@ -69,10 +71,10 @@ class Cluster:
         make = RankProcess if processes else ClusterRank
         try:
             for layout in prefill:
-                self.prefill.append(make("prefill", layout, (), decode, engine, settings))
+                self.prefill.append(make("prefill", layout, (), decode, engine, settings, memory))
             for layout in decode:
                 group = [other for other in decode if other.rank.dp == layout.rank.dp]
-                self.decode.append(make("decode", layout, group, prefill, engine, settings))
+                self.decode.append(make("decode", layout, group, prefill, engine, settings, memory))
             if proxy:
                 self.proxies += [ControlProxy(rank.endpoint) for rank in self.prefill]
         except BaseException:

@@ -20,6 +20,7 @@ from kvferry.layout import Layout
 from kvferry.testing.cluster_rank import ClusterRank, HandOff
 from kvferry.testing.controlled_process import ControlledProcess
 from kvferry.testing.settings import PATIENCE
+from kvferry.testing.suite_memory import PLAIN
 
 ANSWER_S = 60.0 * PATIENCE
 CALLS = {
@@ -38,6 +39,7 @@ class Start(msgspec.Struct, frozen=True):
     others: tuple[Layout, ...]
     engine: str
     settings: dict[str, Any]
+    memory: str
     registered: dict[str, str]
 
 
@@ -51,12 +53,12 @@ class RankProcess(ControlledProcess):
 
     def __init__(
         self, side: str, layout: Layout, group: Sequence[Layout], others: Sequence[Layout], engine: str,
-        settings: dict[str, Any],
+        settings: dict[str, Any], memory: str = PLAIN,
     ) -> None:  # fmt: skip
         super().__init__(__name__)
         self.layout = layout
         registered = {name: info.target for name, info in find.known().items() if info.origin == "registered"}
-        start = Start(side, layout, tuple(group), tuple(others), engine, settings, registered)
+        start = Start(side, layout, tuple(group), tuple(others), engine, settings, memory, registered)
         try:
             self.endpoint: str = self._ask(msgspec.json.encode(start))
         except BaseException:
@@ -117,7 +119,9 @@ def _main() -> None:
     ranks: list[ClusterRank] = []
 
     def begin() -> str:
-        made = ClusterRank(start.side, start.layout, start.group, start.others, start.engine, start.settings)
+        made = ClusterRank(
+            start.side, start.layout, start.group, start.others, start.engine, start.settings, start.memory
+        )
         ranks.append(made)
         return made.endpoint
 

@@ -16,6 +16,7 @@ from kvferry.ids import KVPoll, Side
 from kvferry.layout import Layout
 from kvferry.plan import PageList
 from kvferry.testing.oracle import Cells, Key, Memory, cells, pages_of
+from kvferry.testing.suite_memory import PLAIN
 
 Pages = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
@@ -69,7 +70,7 @@ class ClusterRank:
 
     def __init__(
         self, side: str, layout: Layout, group: Sequence[Layout], others: Sequence[Layout], engine: str,
-        settings: dict[str, Any],
+        settings: dict[str, Any], memory: str = PLAIN,
     ) -> None:  # fmt: skip
         """Allocate memory and start a manager.
 
@@ -80,9 +81,10 @@ class ClusterRank:
             others: layouts of the other side's ranks.
             engine: the transfer engine.
             settings: of the manager, by name.
+            memory: where its memory comes from, "module:function" (see `suite_memory`).
         """
         self.side, self._others = Side(side), others
-        self.memory, self.aux = Memory(layout), np.zeros((AUX_ROWS, 2), np.int64)
+        self.memory, self.aux = Memory(layout, provider=memory), np.zeros((AUX_ROWS, 2), np.int64)
         manager = get_kv_class(engine, KVClassType.MANAGER)
         args = KVArgs(self.memory.layout, (), [self.aux], group)
         self.manager: KVManager = manager(args, side, environ={}, **{**SETTINGS, **settings})

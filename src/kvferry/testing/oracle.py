@@ -13,14 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.layout.bind import bind
 from kvferry.layout.space import Cyclic, Deal, Rows, Slot, Space, Window
-from kvferry.layout.tensor import Layout, Tensor
+from kvferry.layout.tensor import Device, Host, Layout, Tensor
 from kvferry.plan.batch import Batch
 from kvferry.plan.runs import PageList
+from kvferry.testing.suite_memory import PLAIN, device_of, new_pool
 
 SENTINEL = 0xEE
 """What memory holds before anything is written."""
@@ -109,20 +111,24 @@ class Memory:
 
     Attributes:
         layout: the layout, bound to the buffer.
+        provider: where the buffer comes from, "module:function" (see `suite_memory`).
         buffer: uint8[N] the memory, guards included.
         expected: uint8[N] what the buffer must hold after the copy.
     """
 
     layout: Layout
     guard_bytes: int = 64
+    provider: str = PLAIN
     buffer: npt.NDArray[np.uint8] = field(init=False)
     expected: npt.NDArray[np.uint8] = field(init=False)
 
     def __post_init__(self) -> None:
         size = max(tensor.address + tensor.nbytes for tensor in self.layout.tensors)
-        self.buffer = np.full(size + 2 * self.guard_bytes, SENTINEL, np.uint8)
-        self.expected = self.buffer.copy()
-        self.layout = bind(self.layout, [(self.buffer.ctypes.data + self.guard_bytes, size)])
+        self.buffer = new_pool(self.provider, size + 2 * self.guard_bytes)
+        self.buffer[:] = SENTINEL
+        self.expected = np.full(len(self.buffer), SENTINEL, np.uint8)
+        bound = bind(self.layout, [(self.buffer.ctypes.data + self.guard_bytes, size)])
+        self.layout = _on_device(bound, device_of(self.buffer))
 
     def fill(self, where: Cells) -> None:
         """Write the logical cache into the memory, as the prefill engine would."""
@@ -161,6 +167,13 @@ class Memory:
             f"{len(wrong)} bytes differ, first at byte {at} of {len(self.buffer)} (element {owner}): "
             f"is {self.buffer[at]:#04x}, must be {self.expected[at]:#04x}"
         )
+
+
+def _on_device(layout: Layout, device: int) -> Layout:
+    """Say of all tensors that they lie on a device; -1 is host memory."""
+    where = Device(device) if device >= 0 else Host()
+    tensors = tuple(msgspec.structs.replace(tensor, memory=where) for tensor in layout.tensors)
+    return msgspec.structs.replace(layout, tensors=tensors)
 
 
 def copy_batches(batches: Iterable[Batch]) -> int:

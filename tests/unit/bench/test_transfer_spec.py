@@ -14,6 +14,7 @@ from kvferry.bench.transfer_spec import (
     source_pages,
     target_pages,
 )
+from kvferry.engines import find
 from kvferry.errors import ConfigError, EngineUnavailable, InputError
 from kvferry.free_memory import FreeMemory
 from kvferry.node.footprint import footprint
@@ -53,9 +54,11 @@ def test_the_defaults_are_128_mib_and_pass():
     check(spec)
 
 
-def test_an_engine_without_an_adapter_is_said():
-    with pytest.raises(EngineUnavailable, match="no adapter for 'mori' yet"):
-        check(TransferSpec(engine="mori"))
+def test_an_engine_whose_library_is_missing_is_said(monkeypatch):
+    monkeypatch.setattr(find, "_registered", {})
+    find.register("mine", "no_such_package.engine:Engine", "pip install no-such-package")
+    with pytest.raises(EngineUnavailable, match="'no_such_package' is missing"):
+        check(TransferSpec(engine="mine"))
 
 
 def test_a_system_that_does_not_say_what_is_free_is_tried(monkeypatch):

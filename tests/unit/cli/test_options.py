@@ -32,9 +32,9 @@ def test_the_help_page_shows_these_texts(capsys):
 
 
 def test_the_environment_names_the_default_engine(monkeypatch, capsys):
-    monkeypatch.setenv("KVFERRY_ENGINE", "Mori")
+    monkeypatch.setenv("KVFERRY_ENGINE", "absent")
     assert main(["demo"]) != 0
-    assert "no adapter for 'mori' yet" in capsys.readouterr().err
+    assert "no engine is called 'absent'" in capsys.readouterr().err
 
 
 def test_an_option_goes_before_the_environment(monkeypatch, capsys):

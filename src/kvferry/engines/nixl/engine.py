@@ -22,10 +22,10 @@ from kvferry.engines.nixl.options import Options, parse
 from kvferry.engines.nixl.peers import Peers
 from kvferry.engines.nixl.probe import Probe
 from kvferry.engines.nixl.serving import Serving
-from kvferry.engines.nixl.unproven import Unproven
 from kvferry.engines.owner import Owner, not_open
 from kvferry.engines.rows import why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
+from kvferry.engines.unproven import Unproven
 from kvferry.errors import EngineError, WireError
 from kvferry.ids import PeerId
 from kvferry.plan.batch import Batch, Limits
