@@ -55,9 +55,9 @@ engines: $(VENV)/.dev-installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(ENGINE_WHEELS)
 	$(BIN)/kvferry engines
 
-# the engines over RDMA verbs in a virtual machine with Soft-RoCE, without RDMA hardware (docs/rdma.md); needs a Debian
-# with apt-get, and says so where it can't be had
-rdma: engines
+# the engines over RDMA verbs in virtual machines with Soft-RoCE, without RDMA hardware (docs/rdma.md); needs a Debian
+# with apt-get, and says so where it can't be had; MORI needs what `make mori` does
+rdma: engines $(if $(MORI_PYTHON),.venv-mori/.installed)
 	$(BIN)/python tests/rdma/lab.py $(ARGS)
 
 # MORI's real library over its XGMI backend, with a stand-in for HIP that is built here (a C compiler; Debian: libpci3 libdrm2
@@ -72,7 +72,7 @@ mori-tests:
 	LD_LIBRARY_PATH=$(CURDIR)/.venv-mori/standin .venv-mori/bin/python -m pytest --kvferry-require=mori -k mori \
 		tests/mori tests/node/test_cluster.py tests/node/test_layouts.py $(ARGS)
 
-.venv-mori/.installed: pyproject.toml tests/mori/standin/build.py tests/mori/standin/elf.py tests/mori/standin/hip_standin.c
+.venv-mori/.installed: pyproject.toml $(wildcard tests/mori/standin/*)
 	$(MORI_PYTHON) -m venv .venv-mori
 	.venv-mori/bin/python -m pip install -q --disable-pip-version-check -e . $(MORI_WHEEL) \
 		'pytest>=9,<10' 'pytest-timeout>=2.4' 'hypothesis>=6.168' 'psutil>=7'

@@ -1,7 +1,7 @@
 """Put the engine suite's matrix into docs/engines.md: python tools/engine_matrix.py PAGE.md SAVED [FRESH].
 
-SAVED is a folder of runs, each in a file, which are all put into the page; files of FRESH, if there are any, are first
-copied there under the name verbs-NAME.json.
+SAVED is a folder of runs, each in a file, which are all put into the page; files in folders of FRESH, if there are any,
+are first copied there under the name verbs-NAME.json.
 """
 
 import shutil
@@ -14,7 +14,7 @@ MARK = "<!-- matrix -->\n"
 
 
 def main(page: str, saved: str, fresh: str = "") -> None:
-    for file in sorted(Path(fresh).glob("*.json")) if fresh else ():
+    for file in sorted(Path(fresh).glob("*/*.json")) if fresh else ():
         shutil.copyfile(file, Path(saved) / f"verbs-{file.name}")
     before, mark, _ = Path(page).read_text().partition(MARK)
     if not mark:

@@ -62,7 +62,10 @@ class Side:
 @pytest.fixture
 def make():
     """make("prefill"), make("decode", engine="faulty", stall_s=1.0): sides that are shut down in the end."""
-    sides = []
+    sides, before = [], set(threading.enumerate())  # a test that failed may have left some
+
+    def left():
+        return [each.name for each in threading.enumerate() if each.name.startswith("kvferry") and each not in before]
 
     def build(mode, engine="local", layout=None, **more):
         sides.append(Side(mode, engine, layout, **more))
@@ -74,9 +77,9 @@ def make():
             side.engine.release()
         side.manager.shutdown()
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(t.name.startswith("kvferry") for t in threading.enumerate()):
+    while time.monotonic() < deadline and left():
         time.sleep(0.01)
-    assert [t.name for t in threading.enumerate() if t.name.startswith("kvferry")] == []
+    assert left() == []
 
 
 @pytest.fixture

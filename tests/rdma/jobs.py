@@ -1,4 +1,4 @@
-"""What runs in the guest, one after the other."""
+"""What runs in the guests, the longest first."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,17 @@ NIXL = {
     "UCX_RC_VERBS_TIMEOUT": "250ms",
 }
 
+MORI_PYTHON = ROOT / ".venv-mori/bin/python"
+# MORI looks for the PCI address of a network device in its path of sysfs, for ever if there is none
+AS_PCI = "/run/0000:00:02.0/sys"
+MORI_BEFORE = f"mkdir -p {AS_PCI}; mount -t sysfs sys {AS_PCI}"
+MORI = {
+    "LD_LIBRARY_PATH": str(ROOT / ".venv-mori/standin"),
+    "HIP_STANDIN_DEVICES": "0",
+    "SYSFS_PATH": AS_PCI,
+    "MORI_IO_CP_TIMEOUT_MS": "60000",
+}
+
 # a process takes seconds to start in the guest: the rows that start most of them are shown without RDMA
 ROWS = ["-k", "not restarted and not attaching_to_a_process"]
 
@@ -30,6 +41,7 @@ class Job(NamedTuple):
         arguments: of pytest.
         limit_s: when it is ended.
         before: commands of the guest's shell that make it ready.
+        made_by: what makes the interpreter's environment.
     """
 
     name: str
@@ -38,9 +50,11 @@ class Job(NamedTuple):
     arguments: list[str]
     limit_s: int = 1200
     before: str = ""
+    made_by: str = "make engines"
 
 
 JOBS = [
-    Job("nixl", PYTHON, NIXL, ["tests/rdma/test_nixl.py", *ROWS], before=OWN_VERBS),
     Job("mooncake", PYTHON, {}, ["tests/rdma/test_mooncake.py", *ROWS]),
+    Job("mori", MORI_PYTHON, MORI, ["tests/rdma/test_mori.py", *ROWS], before=MORI_BEFORE, made_by="make mori"),
+    Job("nixl", PYTHON, NIXL, ["tests/rdma/test_nixl.py", *ROWS], before=OWN_VERBS),
 ]

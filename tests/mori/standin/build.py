@@ -1,6 +1,7 @@
 """Build what MORI's wheel is linked to and this machine lacks: `python build.py WHEEL_FOLDER OUT_FOLDER`.
 
 - libamdhip64.so.7: hip_standin.c, and for all else that the wheel wants of HIP a function that returns "not supported";
+- librocm_smi64.so.1: rocm_smi_standin.c, which MORI asks where there is an RDMA device;
 - libhsa-runtime64.so.1: functions that all fail; nothing of MORI-IO calls them here;
 - gRPC and protobuf, which only MORI's key-value store uses: symbols without anything behind them.
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from elf import Library, Wanted
 
 HIP, HSA = "libamdhip64.so.7", "libhsa-runtime64.so.1"
-SOURCE = Path(__file__).with_name("hip_standin.c")
+SOURCE, SMI_SOURCE = (Path(__file__).with_name(f"{name}_standin.c") for name in ("hip", "rocm_smi"))
 
 _NOT_SUPPORTED = {HIP: 801, HSA: 0x1000}
 _RPC_LIBRARY = re.compile(r"lib(protobuf|grpc|gpr|absl|re2|upb|address_sorting)")
@@ -34,7 +35,7 @@ def build(wheel: Path, out: Path) -> None:
     """Build all into a folder, unless it holds what comes of this wheel and these sources."""
     files = sorted((wheel / "mori").glob("libmori_*.so"))
     assert files, f"there is no MORI in {wheel}"
-    stamp, key = out / "built-from", _key([SOURCE, Path(__file__), *files])
+    stamp, key = out / "built-from", _key([SOURCE, SMI_SOURCE, Path(__file__), *files])
     if stamp.exists() and stamp.read_text() == key:
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -42,6 +43,7 @@ def build(wheel: Path, out: Path) -> None:
     wanted = {symbol.name: symbol for library in libraries for symbol in library.wanted}
     for name, source in ((HIP, SOURCE.read_text()), (HSA, "")):
         _versioned(out, name, source, [symbol for symbol in wanted.values() if symbol.library == name])
+    _compile(out, "librocm_smi64.so.1", [str(SMI_SOURCE.resolve())])
     _rpc(out, sorted({name for library in libraries for name in library.needed if _RPC_LIBRARY.match(name)}), wanted)
     stamp.write_text(key)
 

@@ -1,11 +1,11 @@
 /* A stand-in for libamdhip64.so.7 with which MORI's XGMI backend runs on a machine without a GPU.
  *
- * It replaces the HIP runtime and its devices: two devices that have no memory of their own. "Device memory" is a part of
- * one memfd of this process, which programs can look into; an IPC handle names the process, the descriptor and the part, so
- * that it goes with its owner as a real one does, and nothing is left in /dev/shm; copies are made by one thread in the order in which they were
- * asked for, and an event is over when that thread has come to it. It shows how MORI's own code behaves (descriptors,
- * sessions, batches, status objects), not what a GPU, its driver or XGMI links do: no speed, no ordering between devices,
- * nothing of what becomes of a copy when its process ends.
+ * It replaces the HIP runtime and its devices: two devices, or as many as HIP_STANDIN_DEVICES says, that have no memory of
+ * their own. "Device memory" is a part of one memfd of this process, which programs can look into; an IPC handle names the
+ * process, the descriptor and the part, so that it goes with its owner as a real one does, and nothing is left in /dev/shm;
+ * copies are made by one thread in the order in which they were asked for, and an event is over when that thread has come
+ * to it. It shows how MORI's own code behaves (descriptors, sessions, batches, status objects), not what a GPU, its driver
+ * or XGMI links do: no speed, no ordering between devices, nothing of what becomes of a copy when its process ends.
  *
  * Tests may hold copies back, and let some be refused: the functions standin_... below.
  */
@@ -20,8 +20,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { DEVICES = 2, BLOCKS = 4096, HANDLE_BYTES = 64, PAGE = 4096 };
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, NO_DEVICE = 101, NOT_READY = 600, UNKNOWN = 999 };
+enum { BLOCKS = 4096, HANDLE_BYTES = 64, PAGE = 4096 };
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, NO_DEVICES = 100, NO_DEVICE = 101, NOT_READY = 600, UNKNOWN = 999 };
 
 /* what is allocated here, or mapped from another process */
 struct block {
@@ -83,13 +83,18 @@ static int unmap_block(void *start, int is_own) {
 
 /* -- devices */
 
+static int devices(void) {
+  const char *text = getenv("HIP_STANDIN_DEVICES");
+  return text ? atoi(text) : 2;
+}
+
 int hipGetDeviceCount(int *count) {
-  *count = DEVICES;
-  return OK;
+  *count = devices();
+  return *count ? OK : NO_DEVICES;
 }
 
 int hipSetDevice(int device) {
-  if (device < 0 || device >= DEVICES) return NO_DEVICE;
+  if (device < 0 || device >= devices()) return NO_DEVICE;
   current_device = device;
   return OK;
 }
@@ -100,7 +105,7 @@ int hipGetDevice(int *device) {
 }
 
 int hipDeviceGetPCIBusId(char *text, int size, int device) {
-  if (device < 0 || device >= DEVICES) return NO_DEVICE;
+  if (device < 0 || device >= devices()) return NO_DEVICE;
   snprintf(text, (size_t)size, "0000:%02x:00.0", device + 1);
   return OK;
 }

@@ -1,5 +1,6 @@
 """Many peers by TCP: what each costs, and what is said when no descriptor is left."""
 
+import contextlib
 import os
 import resource
 import threading
@@ -35,15 +36,17 @@ def test_many_peers_cost_no_threads_and_one_descriptor_at_each_end(pair):
 def test_attachments_of_several_connections_leave_no_thread_and_no_descriptor(monkeypatch):
     monkeypatch.setattr(tcp_link, "MUCH_BYTES", 1)
 
+    most = []
+
     def cycle():
         pair = Pair(*[open_end(LocalEngine(), number, 8 * MIB, {**TCP, "tcp_connections": "3"}) for number in (1, 2)])
-        for _ in range(2):
-            assert pair.attach().outcome is Outcome.LANDED
-            tickets = [pair.writer.engine.submit(pair.target.me, whole_pool(pair)) for _ in range(8)]
-            assert all(pair.settle(ticket).outcome is Outcome.LANDED for ticket in tickets)
-            assert len(link_to(pair)._connections) > 1
-        pair.writer.engine.submit(pair.target.me, whole_pool(pair))  # is on its way when all is closed
-        pair.close()
+        with contextlib.closing(pair):
+            for _ in range(2):
+                assert pair.attach().outcome is Outcome.LANDED
+                tickets = [pair.writer.engine.submit(pair.target.me, whole_pool(pair)) for _ in range(8)]
+                assert all(pair.settle(ticket).outcome is Outcome.LANDED for ticket in tickets)
+                most.append(len(link_to(pair)._connections))
+            pair.writer.engine.submit(pair.target.me, whole_pool(pair))  # is on its way when all is closed
 
     def left():
         return sorted(os.listdir("/proc/self/fd")), threading.active_count()
@@ -53,6 +56,7 @@ def test_attachments_of_several_connections_leave_no_thread_and_no_descriptor(mo
     for _ in range(10):
         cycle()
     wait_until(lambda: left() == before)
+    assert max(most) > 1, "more are opened when the first one is late, which is not each time"
 
 
 def test_a_target_without_descriptors_says_so_and_lets_in_again_later(suite):
