@@ -31,7 +31,7 @@ check: $(VENV)/.dev-installed
 
 # the pure core: every branch of every line
 cover: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest -q -m "not reference" -k "not twenty_thousand" $(PURE:%=tests/unit/%) \
+	$(BIN)/python -m pytest -q -n auto -m "not reference" -k "not twenty_thousand" $(PURE:%=tests/unit/%) \
 		$(PURE:%=--cov=src/kvferry/%) --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
 
 docs: $(VENV)/.dev-installed

@@ -1,18 +1,24 @@
-"""The answers of a process that is told what to do over its standard input, apart from what libraries print."""
+"""How a process that is told what to do over its standard streams keeps them from the libraries that it runs."""
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import BinaryIO
 
-STDOUT, STDERR = 1, 2
+STDIN, STDOUT, STDERR = 0, 1, 2
 
 
-def take_stdout() -> BinaryIO:
-    """The standard output for answers alone; from now on what is printed to it goes to the standard error.
+def take_stdio() -> BinaryIO:
+    """The standard output for answers alone, and `sys.stdin` for commands alone.
 
-    Native libraries print to the descriptor, which no setting of Python's changes.
+    From now on what is printed to the standard output goes to the standard error, and descriptor 0 is empty: native
+    libraries print to the descriptor, which no setting of Python's changes, and MORI closes 0 when it ends.
     """
     answers = os.fdopen(os.dup(STDOUT), "wb")
     os.dup2(STDERR, STDOUT)
+    sys.stdin = os.fdopen(os.dup(STDIN), encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, STDIN)
+    os.close(nothing)
     return answers

@@ -11,7 +11,7 @@ from kvferry.ids import PeerId
 from kvferry.testing.suite_base import FLOOD_BYTES
 from kvferry.testing.suite_pair import CLAIM, GUARD, SETTLE_S
 
-ROUNDS = 3
+ROUNDS = 2
 SENTINEL = 0x5A
 STILL_S = 4.0
 

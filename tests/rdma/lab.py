@@ -1,14 +1,13 @@
-"""Run each job in a virtual machine of its own and say what came of it: python tests/rdma/lab.py [NAME ...]."""
+"""Run each job in a virtual machine of its own and say what came of it: lab.py [--whole] [NAME ...]."""
 
 import os
 import shlex
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jobs import JOBS, ROOT, Job
+from jobs import JOBS, ROOT, ROWS, WHOLE, Job
 
 HERE = Path(__file__).parent
 SKIPPED = 77
@@ -22,23 +21,35 @@ def folder() -> Path:
     return Path(os.environ.get("KVFERRY_RDMA_LAB") or cache / "kvferry-rdma-lab")
 
 
-def line_of(job: Job) -> str:
+def line_of(job: Job, rows: list[str]) -> str:
     """The commands of a job, for the guest's shell."""
     pytest = [job.python, "-m", "pytest", "-m", "rdma", "-p", "no:cacheprovider", "-q", "--durations=12"]
     plugins = ["-p", "pytest_timeout", "-p", "kvferry.testing.plugin"]  # importing all of them takes half a minute
     limits = ["--timeout", "300", "-o", "faulthandler_timeout=0"]
     kvferry = ["--kvferry-require", job.name, f"--kvferry-matrix=/lab/{job.name}.json"]
     variables = [f"{name}={value}" for name, value in {**PYTEST, **job.environment}.items()]
-    command = ["run", job.name, job.limit_s, "env", *variables, *pytest, *plugins, *limits, *kvferry, *job.arguments]
+    command = [
+        "run",
+        job.name,
+        job.limit_s,
+        "env",
+        *variables,
+        *pytest,
+        *plugins,
+        *limits,
+        *kvferry,
+        *job.arguments,
+        *rows,
+    ]
     return f"{job.before}\n{shlex.join(map(str, command))}"
 
 
-def boot(job: Job, folder: Path, shared: Path) -> int:
+def boot(job: Job, rows: list[str], folder: Path, shared: Path) -> int:
     """Write the guest's job, run it, and return what QEMU's script does."""
     shared.mkdir(parents=True, exist_ok=True)
     for old in shared.glob("*"):
         old.unlink()
-    lines = [f"cd {shlex.quote(str(ROOT))}", f". {shlex.quote(str(HERE / 'guest.sh'))}", line_of(job), "exit 0"]
+    lines = [f"cd {shlex.quote(str(ROOT))}", f". {shlex.quote(str(HERE / 'guest.sh'))}", line_of(job, rows), "exit 0"]
     (shared / "job.sh").write_text("\n".join(lines) + "\n")
     return subprocess.run([HERE / "boot.sh", folder, shared, str(BOOT_S + job.limit_s)], check=False).returncode
 
@@ -72,9 +83,9 @@ def main(names: list[str]) -> int:
     if prepared:
         return 0 if prepared == SKIPPED else prepared
     ready_s = time.monotonic() - began
-    jobs, shared = chosen(names), ROOT / ".pytest_cache/rdma"
-    with ThreadPoolExecutor(os.cpu_count() or 1) as machines:  # each has its own device, whose packets are counted
-        ended = list(machines.map(lambda job: boot(job, folder(), shared / job.name), jobs))
+    rows = [] if WHOLE in names else ["-k", ROWS]
+    jobs, shared = chosen([name for name in names if name != WHOLE]), ROOT / ".pytest_cache/rdma"
+    ended = [boot(job, rows, folder(), shared / job.name) for job in jobs]  # two at once on two processors take longer
     results = [verdict(job, shared / job.name) for job in jobs]
     took = f"{time.monotonic() - began:.0f} s in all, {ready_s:.0f} s of them to prepare"
     print(f"rdma lab: {took}; the guests ended with {', '.join(map(str, ended))}")

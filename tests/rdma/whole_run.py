@@ -10,8 +10,8 @@ PATIENT = {"bootstrap_timeout_s": 120.0, "claim_timeout_s": 120.0, "stall_s": 60
 
 
 def carry(engine, options):
-    """Two prefill ranks to one decode rank, a process each."""
-    prefill, decode = (layouts_of(MODEL, parse_grid(text), 40) for text in ("tp=2,page=16", "page=64,order=hnd"))
+    """From one prefill rank to one decode rank, a process each: pages of another size and order."""
+    prefill, decode = (layouts_of(MODEL, parse_grid(text), 40) for text in ("page=16", "page=64,order=hnd"))
     text = ",".join(f"{name}={value}" for name, value in options.items())
     with Cluster(prefill, decode, engine=engine, processes=True, engine_options=text, **PATIENT) as cluster:
         for num_tokens, chunk_pages in ((130, 2), (200, 4)):

@@ -14,7 +14,7 @@ WORDS = "the ferry crosses the river in the fog and its captain counts the bells
 BEGINNINGS = ("Once upon a time, ", "A list of European capitals: ", "def fibonacci(n): # ")
 BLOCK_BYTES = 30 * 3 * 32 * 2 * 64 * 4
 """Layers, KV heads, tokens, K and V, dimension, float32."""
-ENVIRONMENT = {"KVFERRY_CLAIM_TIMEOUT_S": "4", "KVFERRY_BOOTSTRAP_TIMEOUT_S": "4"}
+ENVIRONMENT = {"KVFERRY_CLAIM_TIMEOUT_S": "8", "KVFERRY_BOOTSTRAP_TIMEOUT_S": "8"}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_prompt_whose_blocks_were_given_up_is_computed_and_counted(servers):
     prefill, decode, _ = servers
     prompt = "late " + WORDS * 2
     params = prefill.complete(prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
-    time.sleep(5)
+    time.sleep(9)
     before = loads(decode)
     assert decode.text(prompt, kv_transfer_params=params) == prefill.text(prompt)
     assert loads(decode) == before

@@ -20,7 +20,7 @@ from typing import IO, Any, ClassVar, Protocol
 
 import msgspec
 
-from kvferry.answers import take_stdout
+from kvferry.answers import take_stdio
 from kvferry.errors import ConfigError, KvferryError
 
 _PR_SET_PDEATHSIG = 1
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     global _answers  # noqa: PLW0603 - a process has one
     die_with(int(arguments[0]))
     raise_file_limit()
-    _answers = take_stdout()
+    _answers = take_stdio()
     logging.basicConfig(level=logging.WARNING, format="kvferry: %(message)s")
     role: Role | None = None
     try:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.answers import take_stdout
+from kvferry.answers import take_stdio
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
 from kvferry.engines.seam import Batch, Done, Engine, EngineConfig, Outcome, Region, Ticket
@@ -108,7 +108,7 @@ def _say(answers: BinaryIO, record: dict[str, Any]) -> None:
 
 
 def _main(engine_name: str, role: str, nbytes: str = "0") -> None:
-    answers = take_stdout()
+    answers = take_stdio()
     if role == "target":
         target(engine_name, int(nbytes), answers)
     else:

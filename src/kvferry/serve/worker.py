@@ -15,7 +15,7 @@ from typing import TextIO
 
 import msgspec
 
-from kvferry.answers import take_stdout
+from kvferry.answers import take_stdio
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.ids import Side
 from kvferry.obs import EventWriter
@@ -54,7 +54,7 @@ class _Exit:
 
 def main(arguments: list[str]) -> int:
     """Run a worker until its request is answered or its standard input ends."""
-    way_out, answers = _Exit(), io.TextIOWrapper(take_stdout(), "utf-8")
+    way_out, answers = _Exit(), io.TextIOWrapper(take_stdio(), "utf-8")
     try:
         return _serve(Side(arguments[0]), way_out, answers)
     except BrokenPipeError:  # whoever started this worker is gone

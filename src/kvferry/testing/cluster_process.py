@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvferry.answers import take_stdout
+from kvferry.answers import take_stdio
 from kvferry.engines import find
 from kvferry.layout import Layout
 from kvferry.testing.cluster_rank import ClusterRank, HandOff
@@ -112,7 +112,7 @@ def _answer(answers: BinaryIO, action: Callable[[], Any]) -> None:
 
 
 def _main() -> None:
-    answers = take_stdout()
+    answers = take_stdio()
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     for name, target in start.registered.items():
         find.register(name, target)

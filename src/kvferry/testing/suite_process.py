@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvferry.answers import take_stdout
+from kvferry.answers import take_stdio
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
 from kvferry.engines.seam import Batch, Done, EngineConfig, Ticket
@@ -25,9 +25,9 @@ from kvferry.testing.controlled_process import ControlledProcess
 from kvferry.testing.settings import PATIENCE
 from kvferry.testing.suite_memory import PLAIN, address_of, new_pool, region_of
 
-_IDLE_POLL_S = 0.002
+_IDLE_POLL_S = 0.002 * PATIENCE
 _ANSWER_S = 60.0 * PATIENCE
-_MEANWHILE_S = 0.002
+_MEANWHILE_S = 0.002 * PATIENCE
 _NOWHERE = 1 << 16
 """An address below everything that the kernel maps for a program."""
 
@@ -198,7 +198,7 @@ def _say(answer: Command) -> None:
 def _main() -> None:
     global _answers  # noqa: PLW0603 - a process has one
     engine, options, incarnation, nbytes, memory = sys.argv[1:]
-    _answers = take_stdout()
+    _answers = take_stdio()
     _Worker(engine, json.loads(options), PeerId(int(incarnation)), int(nbytes), memory).run()
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import sys
 
-from kvferry.answers import take_stdout
+from kvferry.answers import take_stdio
 from kvferry.engines.mori import library
 from kvferry.errors import EngineUnavailable
 
 
 def _main(backend: str, host: str) -> None:
-    answers = take_stdout()
+    answers = take_stdio()
     why, gpus = "", 0
     try:
         cpp = library.load()

@@ -128,8 +128,8 @@ class Serving:
         self._heard_at = now
         with self._lock:
             heard = {epoch: instance.hear() for epoch, instance in self._open.items()}
-            self._is_lost = self._is_lost or bool(heard[MAIN])
-            if self._is_lost and precautions.active_devices():
+            self._is_lost = self._is_lost or bool(heard.get(MAIN))
+            if self._is_lost and MAIN in self._open and precautions.active_devices():
                 self._rebuild()
         for words in itertools.chain(*heard.values()):
             log.warning("MORI says of those who write here: %s", words)
