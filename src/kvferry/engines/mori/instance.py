@@ -24,6 +24,9 @@ _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
+_undying: list[Any] = []
+"""Engines that could not be destroyed."""
+
 _HOST = 3
 """Where the address stands in the library's packed descriptor of an engine."""
 
@@ -46,6 +49,13 @@ class Place(NamedTuple):
     ports: tuple[int, int]
 
 
+def _door_of(place: Place) -> tuple[str, int]:
+    """Host and port to listen on: by RDMA; a port that is free at this moment."""
+    if place.backend != "rdma":
+        return "", 0
+    return place.bind_host, precautions.bindable(place.bind_host, place.ports)
+
+
 class Instance:
     """An engine of the library with its backend.
 
@@ -64,16 +74,8 @@ class Instance:
         self._place = place
         self._cpp = place.cpp
         is_rdma = place.backend == "rdma"
-        precautions.occupy_descriptor_zero()
-        host, port = (place.bind_host, precautions.bindable(place.bind_host, place.ports)) if is_rdma else ("", 0)
-        key = f"kvferry-{os.getpid()}-{secrets.token_hex(8)}"
-        self._engine: Any = self._cpp.IOEngine(key, self._cpp.IOEngineConfig(host, port))
-        backend, config = library.backend_of(self._cpp, place.backend)
-        try:
-            # before memory is registered and before the descriptor is read: it holds the port only afterwards
-            self._engine.CreateBackend(backend, config)
-        except RuntimeError as error:
-            raise EngineError(f"MORI can't create the backend {place.backend}: {error}") from error
+        with precautions.descriptor_zero_kept():
+            self._engine: Any = self._started(*_door_of(place))
         self.reading = Flight([])
         self.memory = Memory.of(())
         self.described: list[Described] = []
@@ -83,6 +85,17 @@ class Instance:
         self.nonce = self._described(self._page_region, self._page_descriptor) if is_rdma else None
         self.nonce_digest = hashlib.sha256(self._page.tobytes()).digest() if is_rdma else b""
         keep_in_forks(self)
+
+    def _started(self, host: str, port: int) -> Any:
+        key = f"kvferry-{os.getpid()}-{secrets.token_hex(8)}"
+        engine = self._cpp.IOEngine(key, self._cpp.IOEngineConfig(host, port))
+        backend, config = library.backend_of(self._cpp, self._place.backend)
+        try:
+            # before memory is registered and before the descriptor is read: it holds the port only afterwards
+            engine.CreateBackend(backend, config)
+        except RuntimeError as error:
+            raise EngineError(f"MORI can't create the backend {self._place.backend}: {error}") from error
+        return engine
 
     @property
     def descriptor(self) -> bytes:
@@ -162,12 +175,21 @@ class Instance:
             found.append(f"{event.reason.name}{where}: {event.detail}")
         return found
 
-    def close(self) -> None:
-        """Destroy it: nothing is read or written for it any more, and what arrives finds nothing."""
+    def close(self) -> bool:
+        """Destroy it: when this returns true nothing is read or written for it, and what arrives finds nothing.
+
+        Returns:
+            False if it can't be destroyed without closing what is another engine's: then it stays for good.
+        """
         engine, self._engine = self._engine, None
-        if engine is not None:
-            with precautions.descriptor_zero_kept():  # Python's lock is held all the time
+        if engine is None:
+            return True
+        with precautions.descriptor_zero_kept() as may_close:
+            if may_close:
                 engine.RemoveBackend(library.backend_of(self._cpp, self._place.backend)[0])
+            else:
+                _undying.append(engine)
+        return may_close
 
     @property
     def _page_region(self) -> Region:

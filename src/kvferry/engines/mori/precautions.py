@@ -11,7 +11,9 @@ import contextlib
 import os
 import resource
 import socket
+import stat
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,10 @@ from kvferry.errors import EngineError, EngineUnavailable
 DEVICES = Path("/sys/class/infiniband")
 TRIED = "KVFERRY_MORI_TRIED"
 """Variable of the environment that says what was tried well, so that child processes don't try it again."""
+
+_zero = threading.Lock()
+_ours: list[object] = []
+"""What was at descriptor 0 when it was first looked at."""
 
 TRIAL_S = 60.0
 """With many devices the library needs seconds; one that it looks for in vain keeps it for ever."""
@@ -77,38 +83,54 @@ def bindable(host: str, ports: tuple[int, int]) -> int:
     )
 
 
-def occupy_descriptor_zero() -> None:
-    """Take descriptor 0 where nobody has it, so that the library gets it for nothing of its own.
-
-    A network device that was opened as 0 would be closed together with any other engine, and its queue pairs would
-    then outlive the engine that has them: a fence would prove nothing.
-    """
-    try:
-        os.fstat(0)
-    except OSError:
-        null = os.open(os.devnull, os.O_RDWR)
-        if null:
-            os.dup2(null, 0)
-            os.close(null)
-
-
 @contextlib.contextmanager
-def descriptor_zero_kept() -> Iterator[None]:
-    """Give descriptor 0 back if it is closed meanwhile.
+def descriptor_zero_kept() -> Iterator[bool]:
+    """Keep descriptor 0 taken while a backend is created, and give it back after one was destroyed; one at a time.
 
     The library's RDMA backend that waits for events closes its own descriptor once more when it is destroyed, under
-    the number 0: the standard input, or what else was opened as 0 since.
+    the number 0: the standard input, or what else was opened as 0 since. What another engine of the library has as 0
+    would be closed by that, and if it is its network device, its queue pairs would outlive it: a fence would prove
+    nothing. Threads of the library may open something in the moment in which 0 is free.
+
+    Yields:
+        Whether 0 is what this process had there before any engine of the library, so that it may be closed.
     """
-    occupy_descriptor_zero()
-    kept = os.dup(0)
-    try:
-        yield
-    finally:
+    with _zero:
+        is_ours = _occupy_descriptor_zero()
+        kept = os.dup(0)
         try:
-            os.fstat(0)
-        except OSError:
+            yield is_ours
+        finally:
+            if is_ours:
+                _give_back_descriptor_zero(kept)
+            os.close(kept)
+
+
+def _occupy_descriptor_zero() -> bool:
+    """Take descriptor 0 where nobody has it; whether it is none of the library's."""
+    if _what_is_at_zero() is None:
+        null = os.open(os.devnull, os.O_RDWR)
+        if null:  # somebody was faster
+            os.close(null)
+    now = _what_is_at_zero()
+    if not _ours:
+        _ours.append(now)
+    return now in {*_ours, os.stat(os.devnull).st_rdev}
+
+
+def _what_is_at_zero() -> object:
+    """The device number of a character device, device and inode of all else; None if it is closed."""
+    try:
+        found = os.fstat(0)
+    except OSError:
+        return None
+    return found.st_rdev if stat.S_ISCHR(found.st_mode) else (found.st_dev, found.st_ino)
+
+
+def _give_back_descriptor_zero(kept: int) -> None:
+    while _what_is_at_zero() is None:
+        with contextlib.suppress(OSError):  # somebody is just opening something, which gets the number
             os.dup2(kept, 0)
-        os.close(kept)
 
 
 def check_host_memory(regions: Sequence[Region]) -> None:

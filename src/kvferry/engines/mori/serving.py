@@ -109,7 +109,8 @@ class Serving:
                 return "no engine could be made for it"
             instance = self._open.pop(epoch)
             self._shut[epoch] = self._blob(instance)
-            instance.close()
+            if not instance.close():
+                return "its engine can't be destroyed: another one's descriptor would be closed by that"
             return ""
 
     def forget(self, epoch: int) -> None:
