@@ -67,7 +67,7 @@ def test_a_fresh_run_takes_the_place_of_the_saved_one(tmp_path):
     for folder, engine in ((saved, "one"), (fresh, "two")):
         matrix = Matrix()
         matrix.cell(engine, "proofs").add("passed")
-        save(matrix, folder / ("verbs-mine.json" if folder is saved else "mine.json"))
+        save(matrix, folder / ("verbs-mine.json" if folder is saved else "mine/mine.json"))
     main_of = runpy.run_path(str(ROOT / "tools/engine_matrix.py"))["main"]
     main_of(str(page), str(saved))
     assert "| `one` |" in page.read_text()
