@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvferry.engines.seam import Outcome
 from kvferry.ids import PeerId
@@ -54,11 +55,14 @@ class Leaks(SuiteBase):
             assert self.pair.attach().outcome is Outcome.LANDED
             self.pair.writer.engine.detach(self.pair.target.me)
         self._visit()
-        before = _settled(self._polled)
-        for _ in range(2):
+        found = [_settled(self._polled)]
+        for _ in range(3):  # a thread that an engine starts for its first peers, once, is no leak
             self._visit()
-        _wait_for(lambda: self._polled() == before)
-        assert self._polled() == before
+            _wait_for(lambda: self._polled() <= found[-1])
+            found.append(self._polled())
+            if found[-1] <= found[-2]:
+                return
+        pytest.fail(f"each peer leaves something: (descriptors, threads) {found}")
 
     def test_attaching_again_and_again_leaves_nothing_while_both_processes_live(self) -> None:
         """As peers do whose control connection breaks now and then."""
