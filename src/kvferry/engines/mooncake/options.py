@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvferry.engines import devices
 from kvferry.engines.devices import devices_of
+from kvferry.engines.option_text import check_known
 from kvferry.errors import ConfigError
 
 KNOWN = ("protocol", *devices.OPTIONS, "timeout_s")
@@ -35,10 +36,7 @@ def parse(options: Mapping[str, str]) -> Options:
     Raises:
         ConfigError: an unknown name, or a value that is none.
     """
-    unknown = sorted(set(options) - set(KNOWN))
-    if unknown:
-        names = ", ".join(map(repr, KNOWN))
-        raise ConfigError(f"the mooncake engine has no option {unknown[0]!r}", hint=f"its options are {names}")
+    check_known(options, KNOWN, "mooncake")
     given = os.environ.get("MC_TRANSFER_TIMEOUT", "")
     default = str(max(LEAST_TIMEOUT_S, int(given))) if given.isdecimal() else str(DEFAULT_TIMEOUT_S)
     timeout_s = _number("timeout_s", options.get("timeout_s", default), LEAST_TIMEOUT_S, MOST_TIMEOUT_S)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvferry.engines import devices
 from kvferry.engines.devices import devices_of
+from kvferry.engines.option_text import check_known, seconds_of, wrong
 from kvferry.errors import ConfigError
 
 KNOWN = (
@@ -21,7 +22,6 @@ ENDLESS_RETRY = 7
 _DEFAULT_RETRY = 6
 _POLL_MODES = ("event", "polling")
 _MOST_QPS = 64
-_MOST_SECONDS = 3600.0
 
 
 class Options(NamedTuple):
@@ -52,15 +52,12 @@ def parse(options: Mapping[str, str]) -> Options:
     Raises:
         ConfigError: an unknown name, or a value that is none.
     """
-    unknown = sorted(set(options) - set(KNOWN))
-    if unknown:
-        names = ", ".join(map(repr, KNOWN))
-        raise ConfigError(f"the mori engine has no option {unknown[0]!r}", hint=f"its options are {names}")
+    check_known(options, KNOWN, "mori")
     return Options(
         _one_of("backend", options.get("backend", "auto"), BACKENDS),
         ",".join(devices_of(options, "mori")) or os.environ.get("MORI_RDMA_DEVICES", ""),
-        _seconds(options, "attach_timeout_s", "15"),
-        _seconds(options, "transfer_timeout_s", "30"),
+        seconds_of(options, "attach_timeout_s", "15", "mori"),
+        seconds_of(options, "transfer_timeout_s", "30", "mori"),
         _number(options, "qp_retry_count", "MORI_IO_QP_RETRY_CNT", _DEFAULT_RETRY, range(ENDLESS_RETRY + 1)),
         _one_of("poll_cq_mode", _given(options, "poll_cq_mode", "MORI_IO_POLL_CQ_MODE", "event").lower(), _POLL_MODES),
         _number(options, "qp_per_transfer", "MORI_IO_QP_PER_TRANSFER", 1, range(1, _MOST_QPS + 1)),
@@ -84,16 +81,5 @@ def _number(options: Mapping[str, str], name: str, variable: str, default: int, 
     return int(text)
 
 
-def _seconds(options: Mapping[str, str], name: str, default: str) -> float:
-    text = options.get(name, default)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds <= _MOST_SECONDS:
-        raise _wrong(name, text, f"seconds, more than 0 and at most {_MOST_SECONDS:g}")
-    return seconds
-
-
 def _wrong(name: str, text: str, hint: str) -> ConfigError:
-    return ConfigError(f"option {name!r} of the mori engine is {text!r}", hint=hint)
+    return wrong(name, text, hint, "mori")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kvferry.engines import devices
 from kvferry.engines.devices import devices_of
+from kvferry.engines.option_text import seconds_of, wrong
 from kvferry.errors import ConfigError
 
 KNOWN = (
@@ -17,7 +18,6 @@ PARAMETER = "param."
 
 _ERROR_MODES = ("peer", "none")
 _MAX_WORKERS = 64
-_MAX_SECONDS = 3600.0
 
 
 class Options(NamedTuple):
@@ -47,7 +47,7 @@ def parse(options: Mapping[str, str]) -> Options:
             )
     return Options(
         options.get("backend", "UCX"), _parameters(options),
-        _seconds(options, "attach_timeout_s", "10"), _seconds(options, "transfer_timeout_s", "30"),
+        seconds_of(options, "attach_timeout_s", "10", "NIXL"), seconds_of(options, "transfer_timeout_s", "30", "NIXL"),
     )  # fmt: skip
 
 
@@ -72,16 +72,5 @@ def _parameters(options: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _seconds(options: Mapping[str, str], name: str, default: str) -> float:
-    text = options.get(name, default)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds <= _MAX_SECONDS:
-        raise _wrong(name, text, f"seconds, more than 0 and at most {_MAX_SECONDS:g}")
-    return seconds
-
-
 def _wrong(name: str, text: str, hint: str) -> ConfigError:
-    return ConfigError(f"option {name!r} of the NIXL engine is {text!r}", hint=hint)
+    return wrong(name, text, hint, "NIXL")
