@@ -2,6 +2,7 @@
 
 import re
 import socket
+import threading
 import time
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 from mooncake_here import MIB, opened
 
 from engine_here import need
-from kvferry.engines.mooncake import serving
+from kvferry.engines.mooncake import quiet, serving, sockets
 from kvferry.engines.seam import Outcome, Region
 from kvferry.errors import EngineError
 from kvferry.ids import PeerId
@@ -87,6 +88,55 @@ def test_a_batch_to_a_target_that_shut_its_writer_out_is_quiet_at_once(suite):
     assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
     assert suite.quiet(ticket)
     assert suite.engine.info()["unproven"] == 0
+
+
+@pytest.mark.parametrize("then", ["stays", "is detached"])
+def test_a_target_that_is_still_on_its_way_out_when_the_batch_fails_is_looked_at_again(suite, monkeypatch, then):
+    """It closes its connections first, and refuses new ones a moment later."""
+    looks = iter([False] * 4)
+    is_gone = quiet.is_gone
+    monkeypatch.setattr(quiet, "is_gone", lambda *where: next(looks, None) is None and is_gone(*where))
+    name = attach_as(suite, 5)[1]
+    suite.pair.target.engine.fence(PeerId(suite.pair.writer.me.incarnation, 5))
+    ticket = suite.engine.submit(name, suite.pair.batch([0], [0], [10]))
+    assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
+    peer = suite.engine._peers[name]
+    if then == "is detached":
+        suite.engine.detach(name)
+    assert suite.quiet(ticket)
+    peer.join(1)
+    assert peer.alive is (then == "stays")
+
+
+def test_listeners_are_told_apart_while_other_threads_look_at_them():
+    """A duplicate that another thread has for a moment is no other owner."""
+    over = threading.Event()
+
+    def look():
+        while not over.is_set():
+            sockets.listening_ports()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(200):
+            with socket.create_server(("127.0.0.1", 0)) as one:
+                port = one.getsockname()[1]
+                found = sockets.held([port])
+            with found[port]:
+                assert sockets.refuse(found[port])
+    finally:
+        over.set()
+        looking.join()
+
+
+def test_a_listener_is_found_once_where_its_duplicate_has_the_number_of_a_descriptor_that_was_just_closed(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        names = [str(number) for number in (one.fileno(), *range(100))]
+        monkeypatch.setattr("os.listdir", lambda _: names)
+        port = one.getsockname()[1]
+        with sockets.held([port])[port] as kept:
+            assert str(kept.fileno()) in names[1:]
 
 
 def test_a_port_that_is_not_the_librarys_is_left_alone(suite):

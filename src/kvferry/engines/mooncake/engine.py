@@ -44,7 +44,7 @@ class MooncakeEngine:
     LANDED: the blocking call returned 0, so that the target has acknowledged each row after writing it.
     FAILED_QUIET: only what was refused before the library saw it. All else is FAILED_UNKNOWN: the library goes on
     writing for a while after it has reported a failure. The instance that failed is destroyed at once, and the peer has
-    to be attached again. QUIET follows, by TCP only (see `quiet`): at once if the target is gone or has shut this
+    to be attached again. QUIET follows, by TCP only (see `quiet`): as soon as the target is gone or has shut this
     process out, else with that attachment; not as long as the target is stopped.
 
     A fence shuts the whole peer out at once, whatever claim it is asked for and whether or not its process is stopped:
@@ -193,6 +193,8 @@ class MooncakeEngine:
         for peer in list(self._peers):
             self.detach(peer)
         until = time.monotonic() + CLOSE_S
+        for each in self._leaving:
+            each.relieve()
         for each in self._leaving:
             each.join(max(0.0, until - time.monotonic()))
         self._serving.close()

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +29,9 @@ log = logging.getLogger("kvferry.mooncake")
 
 TOGETHER_BYTES = 64 << 20
 """Of one call, which has the library's time limit for all of it."""
+
+LOOK_AGAIN_S, LOOK_AGAIN_MOST_S = 0.05, 1.0
+"""After what time, doubled each time, it is looked again whether a target has gone."""
 
 
 @dataclass
@@ -96,6 +99,7 @@ class Peer:
         self._instance: Instance | None = None
         self._transport = ""
         self._left = False
+        self._relieved = threading.Event()
         self._inbox: queue.SimpleQueue[Attaching | Writing | None] = queue.SimpleQueue()
         self._kept: deque[Attaching | Writing | None] = deque()  # taken out, and comes next
         self._thread = threading.Thread(target=self._main, name=f"kvferry-mooncake-{name}", daemon=True)
@@ -111,9 +115,13 @@ class Peer:
         self._inbox.put(work)
 
     def leave(self) -> None:
-        """Begin nothing more; the thread ends when the library's call that is on has returned."""
+        """Begin nothing more; the thread ends when the library's call that is on has returned, and all is proven."""
         self._left = True
         self._inbox.put(None)
+
+    def relieve(self) -> None:
+        """Leave what is not proven to whoever comes after."""
+        self._relieved.set()
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait for the thread's end."""
@@ -123,6 +131,7 @@ class Peer:
 
     def _main(self) -> None:
         if self._before is not None:
+            self._before.relieve()
             self._before.join()  # two instances would have more in flight to the peer than it takes
             self._before = None
         while (work := self._take()) is not None:
@@ -133,10 +142,22 @@ class Peer:
                 works = [work] if isinstance(work, Attaching) else work
                 self._give_up(works, f"the library raised {error!r}", type(error).__name__)
         self._drop()
+        for pause_s in _pauses():
+            if not self.unproven or self._relieved.wait(pause_s):
+                break
+            self._prove(self._is_gone)
+
+    def _next(self) -> Attaching | Writing | None:
+        """What was posted first; while it waits it looks after what is not proven."""
+        for pause_s in _pauses():
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=pause_s if self.unproven else None)
+            self._prove(self._is_gone)
+        raise AssertionError
 
     def _take(self) -> Attaching | list[Writing] | None:
         """What comes next, batches that wait already together: between two calls the connections are idle."""
-        first = self._kept.popleft() if self._kept else self._inbox.get()
+        first = self._kept.popleft() if self._kept else self._next()
         if not isinstance(first, Writing):
             return first
         found = [first]
@@ -149,7 +170,7 @@ class Peer:
     def _attach(self, work: Attaching) -> None:
         self.target = None
         why = self._why_unattached(work)
-        self._prove()
+        self._prove(self._is_quiet)
         if why:
             self._report(Done(work.ticket, Outcome.FAILED_QUIET, why, "attach"))
             return
@@ -214,29 +235,32 @@ class Peer:
             return
         self.unproven += [Unproven(work.ticket, target) for work in works]
         self._tell(works, Outcome.FAILED_UNKNOWN, cause, native)
-        self._prove()
+        self._prove(self._is_quiet)
 
-    def _prove(self) -> None:
-        """Say QUIET for what failed before, where that can be shown now."""
+    def _prove(self, is_quiet: Callable[[Blob], bool]) -> None:
+        """Say QUIET for what failed before, where that can be shown now: that nothing lands at a target any more."""
         left = list(self.unproven)  # a later one is not covered by the proofs
         targets = {each.target.session: each.target for each in left}
-        quiet_at = {session for session, target in targets.items() if self._is_quiet(target)}
+        quiet_at = {session for session, target in targets.items() if is_quiet(target)}
         for each in left:
             if each.target.session in quiet_at:
                 with contextlib.suppress(ValueError):  # another epoch's thread has proven it meanwhile
                     self.unproven.remove(each)
                     self._report(Done(each.ticket, Outcome.QUIET))
 
+    def _is_gone(self, target: Blob) -> bool:
+        """Whether a target has ended or has shut this writer out; seen again and again, since it ends in steps."""
+        by_tcp = target.transport == "tcp" == self._transport
+        return by_tcp and quiet.is_gone(target.session, target.data_ports)
+
     def _is_quiet(self, target: Blob) -> bool:
-        """Whether nothing that was begun before can land at a target any more."""
+        """Whether it is gone, or nothing that was begun before can land there any more."""
         instance = self._instance
-        if target.transport != "tcp" or self._transport != "tcp":
-            return False
-        if quiet.is_gone(target.session, target.data_ports):
+        if self._is_gone(target):
             return True
-        if instance is None or instance.probe(target.session):
+        if target.transport != "tcp" or instance is None or instance.transport != "tcp":
             return False
-        return quiet.is_drained(
+        return not instance.probe(target.session) and quiet.is_drained(
             target.data_ports, lambda: target.is_nonce(instance.read(target.session, target.nonce_address) or b"")
         )
 
@@ -252,6 +276,13 @@ class Peer:
         instance, self._instance = self._instance, None
         if instance is not None:
             instance.close()
+
+
+def _pauses() -> Iterator[float]:
+    pause_s = LOOK_AGAIN_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, LOOK_AGAIN_MOST_S)
 
 
 def _go_together(works: Sequence[Writing]) -> bool:

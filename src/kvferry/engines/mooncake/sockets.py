@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import stat
+import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +16,14 @@ _ESTABLISHED, _FIN_WAIT1, _LAST_ACK, _CLOSING = "01", "04", "09", "0B"
 _NOT_ACKNOWLEDGED = {_FIN_WAIT1, _LAST_ACK, _CLOSING}
 _NO_OWNER = "0"
 
+_looking = threading.Lock()
+"""Whoever looks through this process's sockets has duplicates of them, which nobody else must take for another's."""
+
 
 def listening_ports() -> set[int]:
     """The TCP ports that this process listens on."""
-    return {port for port, _ in _listeners()}
+    with _looking:
+        return {port for port, _ in _listeners()}
 
 
 def wake_listener(port: int) -> None:
@@ -28,12 +33,13 @@ def wake_listener(port: int) -> None:
     Python's lock meanwhile: all threads of the process would stand still. The listener is made non-blocking, and a
     connection that is closed at once ends the wait that is on.
     """
-    for found, listener in _listeners():
-        if found == port:
-            listener.setblocking(False)  # its descriptor is a duplicate; the flag is the socket's
-            host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
-            with contextlib.suppress(OSError):
-                socket.create_connection((host, port), 1.0).close()
+    with _looking:
+        for found, listener in _listeners():
+            if found == port:
+                listener.setblocking(False)  # its descriptor is a duplicate; the flag is the socket's
+                host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+                with contextlib.suppress(OSError):
+                    socket.create_connection((host, port), 1.0).close()
 
 
 def held(ports: Collection[int]) -> dict[int, socket.socket]:
@@ -41,7 +47,8 @@ def held(ports: Collection[int]) -> dict[int, socket.socket]:
 
     Binding anew afterwards would fail for a minute, while the kernel remembers connections that were closed there.
     """
-    return {port: each.dup() for port, each in _listeners() if port in ports}
+    with _looking:
+        return {port: each.dup() for port, each in _listeners() if port in ports}
 
 
 def refuse(listener: socket.socket) -> bool:
@@ -52,8 +59,10 @@ def refuse(listener: socket.socket) -> bool:
     """
     mine = listener.fileno()
     inode = os.fstat(mine).st_ino
-    if any(_inode(int(name)) == inode for name in os.listdir("/proc/self/fd") if int(name) != mine):
-        return False
+    with _looking:
+        others = [int(name) for name in os.listdir("/proc/self/fd") if int(name) != mine]
+        if any(_inode(fd) == inode for fd in others):
+            return False
     with contextlib.suppress(OSError):  # the library has shut it down
         listener.shutdown(socket.SHUT_RDWR)
     return True
@@ -111,12 +120,16 @@ def _read(table: str) -> list[str]:
 
 def _listeners() -> Iterator[tuple[int, socket.socket]]:
     """Port and a duplicate of each listening TCP socket of this process; closed when the next one is asked for."""
+    seen: set[int] = set()  # a descriptor that was closed meanwhile may be a duplicate of an earlier one by now
     for name in os.listdir("/proc/self/fd"):
         each = _duplicate(int(name))
-        if each is not None:
-            with each:
-                if each.family in {socket.AF_INET, socket.AF_INET6} and _listens(each):
-                    yield int(each.getsockname()[1]), each
+        if each is None:
+            continue
+        with each:
+            inode = os.fstat(each.fileno()).st_ino
+            if inode not in seen and each.family in {socket.AF_INET, socket.AF_INET6} and _listens(each):
+                seen.add(inode)
+                yield int(each.getsockname()[1]), each
 
 
 def _duplicate(fd: int) -> socket.socket | None:
