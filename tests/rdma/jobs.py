@@ -31,7 +31,7 @@ MORI = {
 # here and in another process, what proves quiet, a killed target, a killed writer, and a whole run.
 ROWS = " or ".join(
     (
-        "landed", "any_size", "add_up", "touch", "roce_packets", "stopped_writer_lands", "end_of_its_agent",
+        "landed", "any_size", "add_up", "touch", "roce_packets", "stopped_writer_lands and at_once", "end_of_its_agent",
         "writer_was_killed", "without_the_capability", "cut_by_a_detach", "killed_in_the_middle",
         "writer_that_is_killed", "port_that_was_lost", "whole_run",
     )
@@ -63,7 +63,7 @@ class Job(NamedTuple):
 
 
 JOBS = [
-    Job("mooncake", PYTHON, {}, ["tests/rdma/test_mooncake.py"]),
     Job("mori", MORI_PYTHON, MORI, ["tests/rdma/test_mori.py"], before=MORI_BEFORE, made_by="make mori"),
+    Job("mooncake", PYTHON, {}, ["tests/rdma/test_mooncake.py"]),
     Job("nixl", PYTHON, NIXL, ["tests/rdma/test_nixl.py"], before=OWN_VERBS),
 ]

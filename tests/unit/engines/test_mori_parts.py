@@ -6,7 +6,6 @@ import resource
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import msgspec
@@ -164,66 +163,6 @@ def test_more_memory_than_may_be_locked_is_refused_unless_the_limit_does_not_hol
         return
     with pytest.raises(EngineError, match=r"65536 bytes of memory are to be registered.*may lock 4096"):
         precautions.check_host_memory([Region(int(pool.ctypes.data), pool.nbytes)])
-
-
-@pytest.mark.parametrize("is_open", [True, False])
-@pytest.mark.parametrize("closes", [True, False])
-def test_descriptor_0_is_there_afterwards(is_open, closes, monkeypatch):
-    monkeypatch.setattr(precautions, "_ours", [])
-    saved = os.dup(0)
-    before = os.fstat(0)
-    count = len(os.listdir("/proc/self/fd"))
-    try:
-        if not is_open:
-            os.close(0)
-        with precautions.descriptor_zero_kept():
-            os.fstat(0)
-            if closes:
-                os.close(0)
-        after = os.fstat(0)
-        assert not is_open or (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino)
-        assert len(os.listdir("/proc/self/fd")) == count
-    finally:
-        os.dup2(saved, 0)
-        os.close(saved)
-
-
-def test_what_another_engine_has_as_descriptor_0_must_not_be_closed(monkeypatch):
-    monkeypatch.setattr(precautions, "_ours", [])
-    saved, ends = os.dup(0), os.pipe()
-    try:
-        with precautions.descriptor_zero_kept() as may_close:
-            assert may_close
-            os.dup2(ends[0], 0)  # a thread of the library opened something in that moment
-        before = os.fstat(0)
-        with precautions.descriptor_zero_kept() as may_close:
-            assert not may_close
-        assert os.fstat(0).st_ino == before.st_ino
-    finally:
-        os.dup2(saved, 0)
-        for each in (saved, *ends):
-            os.close(each)
-
-
-def test_descriptor_0_is_kept_by_one_thread_at_a_time(monkeypatch):
-    monkeypatch.setattr(precautions, "_ours", [])
-
-    def close_it():
-        for _ in range(200):
-            with precautions.descriptor_zero_kept():
-                os.close(0)
-                time.sleep(0)
-
-    saved = os.dup(0)
-    before = os.fstat(0)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            for each in [threads.submit(close_it) for _ in range(4)]:
-                each.result()
-        assert os.fstat(0).st_ino == before.st_ino
-    finally:
-        os.dup2(saved, 0)
-        os.close(saved)
 
 
 def test_devices_are_those_with_a_port_that_is_up(tmp_path, monkeypatch):

@@ -6,15 +6,17 @@ import ctypes
 import hashlib
 import os
 import secrets
+import threading
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from kvferry.engines.mori import library, precautions
+from kvferry.engines.mori import library, precautions, zero
 from kvferry.engines.mori.blob import NONCE_BYTES, Blob, Described
 from kvferry.engines.mori.flight import Flight
 from kvferry.engines.mori.memory import Held, Memory, parts_of
+from kvferry.engines.mori.spinner import Spinner, parked
 from kvferry.engines.owner import keep_in_forks
 from kvferry.engines.seam import Outcome, Region
 from kvferry.errors import EngineError
@@ -26,6 +28,9 @@ _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 _undying: list[Any] = []
 """Engines that could not be destroyed."""
+
+_starting = threading.Lock()
+"""One at a time, so that two don't find the same port free; the library ends the process over one that is taken."""
 
 _HOST = 3
 """Where the address stands in the library's packed descriptor of an engine."""
@@ -70,12 +75,17 @@ class Instance:
         reading: the last read of a peer's nonce.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, *, is_written_to: bool = False) -> None:
+        """Start it; one that is written to by peers writes nothing itself.
+
+        Raises:
+            EngineError: the library can't start it.
+        """
         self._place = place
         self._cpp = place.cpp
         is_rdma = place.backend == "rdma"
-        with precautions.descriptor_zero_kept():
-            self._engine: Any = self._started(*_door_of(place))
+        with _starting:
+            self._engine, self._spinner = self._started(*_door_of(place), spins=not (is_rdma and is_written_to))
         self.reading = Flight([])
         self.memory = Memory.of(())
         self.described: list[Described] = []
@@ -86,16 +96,21 @@ class Instance:
         self.nonce_digest = hashlib.sha256(self._page.tobytes()).digest() if is_rdma else b""
         keep_in_forks(self)
 
-    def _started(self, host: str, port: int) -> Any:
+    def _started(self, host: str, port: int, *, spins: bool) -> tuple[Any, Spinner]:
         key = f"kvferry-{os.getpid()}-{secrets.token_hex(8)}"
         engine = self._cpp.IOEngine(key, self._cpp.IOEngineConfig(host, port))
         backend, config = library.backend_of(self._cpp, self._place.backend)
         try:
             # before memory is registered and before the descriptor is read: it holds the port only afterwards
-            engine.CreateBackend(backend, config)
+            zero.occupy()
+            spinner = Spinner(0)
+            if spins:
+                engine.CreateBackend(backend, config)
+            else:
+                spinner = parked(lambda: engine.CreateBackend(backend, config))
         except RuntimeError as error:
             raise EngineError(f"MORI can't create the backend {self._place.backend}: {error}") from error
-        return engine
+        return engine, spinner
 
     @property
     def descriptor(self) -> bytes:
@@ -179,17 +194,17 @@ class Instance:
         """Destroy it: when this returns true nothing is read or written for it, and what arrives finds nothing.
 
         Returns:
-            False if it can't be destroyed without closing what is another engine's: then it stays for good.
+            False if the kernel can't keep the library from closing what is not its own: then it stays for good.
         """
         engine, self._engine = self._engine, None
         if engine is None:
             return True
-        with precautions.descriptor_zero_kept() as may_close:
-            if may_close:
-                engine.RemoveBackend(library.backend_of(self._cpp, self._place.backend)[0])
-            else:
-                _undying.append(engine)
-        return may_close
+        self._spinner.release()
+        kind = library.backend_of(self._cpp, self._place.backend)[0]
+        is_destroyed = zero.without_closing_it(lambda: engine.RemoveBackend(kind))
+        if not is_destroyed:
+            _undying.append(engine)
+        return is_destroyed
 
     @property
     def _page_region(self) -> Region:

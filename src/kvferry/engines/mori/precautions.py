@@ -7,14 +7,11 @@ device that has none. What can't be known by looking is tried in a child process
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import socket
-import stat
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +25,6 @@ from kvferry.errors import EngineError, EngineUnavailable
 DEVICES = Path("/sys/class/infiniband")
 TRIED = "KVFERRY_MORI_TRIED"
 """Variable of the environment that says what was tried well, so that child processes don't try it again."""
-
-_zero = threading.Lock()
-_ours: list[object] = []
-"""What was at descriptor 0 when it was first looked at."""
 
 TRIAL_S = 60.0
 """With many devices the library needs seconds; one that it looks for in vain keeps it for ever."""
@@ -81,56 +74,6 @@ def bindable(host: str, ports: tuple[int, int]) -> int:
         f"MORI can't listen on {host}, ports {ports[0]} to {ports[1]}: {failed}",
         hint="choose an address of this host (KVFERRY_BIND_HOST), or other ports (KVFERRY_DATA_PORTS)",
     )
-
-
-@contextlib.contextmanager
-def descriptor_zero_kept() -> Iterator[bool]:
-    """Keep descriptor 0 taken while a backend is created, and give it back after one was destroyed; one at a time.
-
-    The library's RDMA backend that waits for events closes its own descriptor once more when it is destroyed, under
-    the number 0: the standard input, or what else was opened as 0 since. What another engine of the library has as 0
-    would be closed by that, and if it is its network device, its queue pairs would outlive it: a fence would prove
-    nothing. Threads of the library may open something in the moment in which 0 is free.
-
-    Yields:
-        Whether 0 is what this process had there before any engine of the library, so that it may be closed.
-    """
-    with _zero:
-        is_ours = _occupy_descriptor_zero()
-        kept = os.dup(0)
-        try:
-            yield is_ours
-        finally:
-            if is_ours:
-                _give_back_descriptor_zero(kept)
-            os.close(kept)
-
-
-def _occupy_descriptor_zero() -> bool:
-    """Take descriptor 0 where nobody has it; whether it is none of the library's."""
-    if _what_is_at_zero() is None:
-        null = os.open(os.devnull, os.O_RDWR)
-        if null:  # somebody was faster
-            os.close(null)
-    now = _what_is_at_zero()
-    if not _ours:
-        _ours.append(now)
-    return now in {*_ours, os.stat(os.devnull).st_rdev}
-
-
-def _what_is_at_zero() -> object:
-    """The device number of a character device, device and inode of all else; None if it is closed."""
-    try:
-        found = os.fstat(0)
-    except OSError:
-        return None
-    return found.st_rdev if stat.S_ISCHR(found.st_mode) else (found.st_dev, found.st_ino)
-
-
-def _give_back_descriptor_zero(kept: int) -> None:
-    while _what_is_at_zero() is None:
-        with contextlib.suppress(OSError):  # somebody is just opening something, which gets the number
-            os.dup2(kept, 0)
 
 
 def check_host_memory(regions: Sequence[Region]) -> None:

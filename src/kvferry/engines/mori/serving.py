@@ -47,7 +47,7 @@ class Serving:
         self.can_shut_out = place.backend == "rdma"
         self._lock = threading.Lock()
         self._regions: tuple[Region, ...] = ()
-        self._main = Instance(place)
+        self._main = Instance(place, is_written_to=True)
         self._door = None if self.can_shut_out else Door()
         self._open: dict[int, Instance] = {MAIN: self._main}
         self._shut: dict[int, Blob] = {}
@@ -110,7 +110,7 @@ class Serving:
             instance = self._open.pop(epoch)
             self._shut[epoch] = self._blob(instance)
             if not instance.close():
-                return "its engine can't be destroyed: another one's descriptor would be closed by that"
+                return "its engine can't be destroyed here: with it MORI would close descriptor 0, which is not its own"
             return ""
 
     def forget(self, epoch: int) -> None:
@@ -147,7 +147,7 @@ class Serving:
     def _rebuild(self) -> None:
         """Make the main instance anew: after a lost port nobody reaches it. Those of connections end with these."""
         try:
-            instance = Instance(self._place)
+            instance = Instance(self._place, is_written_to=True)
             instance.register(self._regions)
         except EngineError:
             log.exception("MORI's engine could not be made anew; it is tried again")
@@ -160,7 +160,7 @@ class Serving:
     def _make(self, epoch: int) -> None:
         instance = None
         try:
-            instance = Instance(self._place)
+            instance = Instance(self._place, is_written_to=True)
             instance.register(self._regions)
             self._open[epoch] = instance
         except EngineError:
