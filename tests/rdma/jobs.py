@@ -33,7 +33,7 @@ ROWS = " or ".join(
     (
         "landed", "any_size", "add_up", "touch", "roce_packets", "stopped_writer_lands and at_once", "end_of_its_agent",
         "writer_was_killed", "without_the_capability", "cut_by_a_detach", "killed_in_the_middle",
-        "writer_that_is_killed", "port_that_was_lost", "whole_run",
+        "writer_that_is_killed", "port_that_was_lost", "never_sleep", "whole_run",
     )
 )  # fmt: skip
 WHOLE = "--whole"

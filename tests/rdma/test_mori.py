@@ -1,6 +1,9 @@
 """MORI over its RDMA backend."""
 
+import os
 import subprocess
+import time
+from pathlib import Path
 from typing import ClassVar
 
 from fenced import FencedWriters
@@ -8,6 +11,7 @@ from verbs_suite import MIB, VerbsSuite
 from whole_run import carry
 
 from engine_here import need
+from kvferry.engines.mori.spinner import NICE
 from kvferry.engines.seam import Outcome
 from kvferry.testing.suite_base import FAILED
 from kvferry.testing.suite_pair import SETTLE_S
@@ -20,10 +24,24 @@ def port(state):
     subprocess.run(["ip", "link", "set", "roce", state], check=True)
 
 
+def ran_ns():
+    """How long each thread of this process has run."""
+    tasks = Path("/proc/self/task")
+    return {int(each.name): int((each / "schedstat").read_text().split()[0]) for each in tasks.iterdir()}
+
+
 class TestMori(FencedWriters, VerbsSuite):
     engine_name = "mori"
     options: ClassVar = OPTIONS
     label = "MORI verbs"
+
+    def test_threads_that_never_sleep_give_way_where_there_is_nothing_to_look_for(self):
+        """MORI has one in each engine; those of the pair are only written to as yet."""
+        before = ran_ns()
+        time.sleep(1.0)
+        busy = [thread for thread, ran in ran_ns().items() if ran - before.get(thread, ran) > 50e6]
+        assert len(busy) == 2
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in busy} == {NICE}
 
     def test_a_port_that_was_lost_ends_attachments_and_what_is_attached_afterwards_is_written_to(self):
         """MORI does not rebuild its queue pairs when a port comes back: both sides take new engines of its."""

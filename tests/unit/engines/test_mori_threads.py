@@ -122,27 +122,32 @@ def test_the_thread_that_never_sleeps_is_parked_and_no_other():
     others.start()
     everywhere = os.sched_getaffinity(0)
     try:
-        found = spinner.parked(library.start)
+        found = spinner.started_by(library.start)
         sleeps, spins, sleeps_too = (each.native_id for each in library.threads)
         assert found.thread == spins
+        found.park()
         assert os.getpriority(os.PRIO_PROCESS, spins) == spinner.NICE
         assert os.sched_getaffinity(spins) == {max(everywhere)}
         for each in (sleeps, sleeps_too, *(one.native_id for one in others.threads), threading.get_native_id()):
             assert os.getpriority(os.PRIO_PROCESS, each) == 0
             assert os.sched_getaffinity(each) == everywhere
-        found.release()
-        assert os.sched_getaffinity(spins) == everywhere
+        found.wake()
+        assert os.sched_getaffinity(spins) == (everywhere - {max(everywhere)} or everywhere)
+        found.rest()
+        assert os.sched_getaffinity(spins) == {max(everywhere)}
     finally:
         for each in (library, others):
             each.end()
 
 
 def test_what_starts_no_thread_has_no_spinner_and_an_error_comes_out():
-    found = spinner.parked(lambda: None)
-    assert found.thread == 0
-    found.release()
-    with pytest.raises(ZeroDivisionError):
-        spinner.parked(lambda: 1 / 0)
+    for make in (spinner.started_by, spinner.Spinner.none):
+        found = make(lambda: None)
+        assert found.thread == 0
+        found.park()
+        found.wake()
+        with pytest.raises(ZeroDivisionError):
+            make(lambda: 1 / 0)
 
 
 def test_a_thread_that_has_ended_is_left_alone():
@@ -151,4 +156,4 @@ def test_a_thread_that_has_ended_is_left_alone():
     ended.join()
     one = spinner.Spinner(ended.native_id)
     one.park()
-    one.release()
+    one.wake()

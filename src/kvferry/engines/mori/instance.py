@@ -16,7 +16,7 @@ from kvferry.engines.mori import library, precautions, zero
 from kvferry.engines.mori.blob import NONCE_BYTES, Blob, Described
 from kvferry.engines.mori.flight import Flight
 from kvferry.engines.mori.memory import Held, Memory, parts_of
-from kvferry.engines.mori.spinner import Spinner, parked
+from kvferry.engines.mori.spinner import Spinner, started_by
 from kvferry.engines.owner import keep_in_forks
 from kvferry.engines.seam import Outcome, Region
 from kvferry.errors import EngineError
@@ -85,7 +85,10 @@ class Instance:
         self._cpp = place.cpp
         is_rdma = place.backend == "rdma"
         with _starting:
-            self._engine, self._spinner = self._started(*_door_of(place), spins=not (is_rdma and is_written_to))
+            self._engine, self._spinner = self._started(*_door_of(place))
+        if is_written_to:
+            self._spinner.park()
+        self._is_resting = False
         self.reading = Flight([])
         self.memory = Memory.of(())
         self.described: list[Described] = []
@@ -96,18 +99,15 @@ class Instance:
         self.nonce_digest = hashlib.sha256(self._page.tobytes()).digest() if is_rdma else b""
         keep_in_forks(self)
 
-    def _started(self, host: str, port: int, *, spins: bool) -> tuple[Any, Spinner]:
+    def _started(self, host: str, port: int) -> tuple[Any, Spinner]:
         key = f"kvferry-{os.getpid()}-{secrets.token_hex(8)}"
         engine = self._cpp.IOEngine(key, self._cpp.IOEngineConfig(host, port))
         backend, config = library.backend_of(self._cpp, self._place.backend)
+        spinner_of = started_by if self._place.backend == "rdma" else Spinner.none
         try:
             # before memory is registered and before the descriptor is read: it holds the port only afterwards
             zero.occupy()
-            spinner = Spinner(0)
-            if spins:
-                engine.CreateBackend(backend, config)
-            else:
-                spinner = parked(lambda: engine.CreateBackend(backend, config))
+            spinner = spinner_of(lambda: engine.CreateBackend(backend, config))
         except RuntimeError as error:
             raise EngineError(f"MORI can't create the backend {self._place.backend}: {error}") from error
         return engine, spinner
@@ -172,6 +172,9 @@ class Instance:
         The library's own sessions are used, which it makes inside of this call: its call for making one holds Python's
         lock while a stopped peer is asked.
         """
+        if self._is_resting:
+            self._is_resting = False
+            self._spinner.wake()
         parts = list(parts_of(batch, self.memory, there))
         statuses = [self._cpp.TransferStatus() for _ in parts]
         here, far, src, dst, nbytes = (list(column) for column in zip(*parts, strict=True))
@@ -181,6 +184,12 @@ class Instance:
         except Exception as error:  # noqa: BLE001 - whatever it raises: what was begun before goes on
             return Flight(statuses, error)
         return Flight(statuses)
+
+    def rest(self) -> None:
+        """Let others have the processor that it keeps busy, until the next write."""
+        if not self._is_resting:
+            self._is_resting = True
+            self._spinner.rest()
 
     def hear(self) -> list[str]:
         """What the library has to say of lost peers and ports since it was last asked, in words."""
@@ -199,7 +208,7 @@ class Instance:
         engine, self._engine = self._engine, None
         if engine is None:
             return True
-        self._spinner.release()
+        self._spinner.wake()  # it is waited for
         kind = library.backend_of(self._cpp, self._place.backend)[0]
         is_destroyed = zero.without_closing_it(lambda: engine.RemoveBackend(kind))
         if not is_destroyed:

@@ -149,6 +149,8 @@ class Peer:
     def _idle(self) -> None:
         try:
             self._hear()
+            if self._instance is not None:
+                self._instance.rest()
         except Exception:
             log.exception("the mori engine failed with peer %s", self.name)
             self._drop()

@@ -1,7 +1,8 @@
 """The library's thread that looks for completions, which never sleeps, whatever `poll_cq_mode` says.
 
-Each of the library's RDMA backends has one, and keeps a processor busy with it. An engine that is only written to has
-no completions: its thread is given a low priority, and all such threads share one processor.
+Each of the library's RDMA backends has one, and keeps a processor busy with it. Where there is nothing to look for, all
+such threads share one processor: those of engines that write, while nothing is written; those of engines that are only
+written to, always, and with a low priority, which can't be raised again without privileges.
 """
 
 from __future__ import annotations
@@ -36,30 +37,42 @@ class Spinner(NamedTuple):
 
     thread: int
 
-    def park(self) -> None:
-        """Have it run only where nothing else wants to, on one processor for all of them."""
-        if self.thread:
-            with contextlib.suppress(OSError):  # it is only a matter of how busy the processors are
-                os.sched_setaffinity(self.thread, {max(os.sched_getaffinity(0))})
-                os.setpriority(os.PRIO_PROCESS, self.thread, NICE)
+    @classmethod
+    def none(cls, make: Callable[[], object]) -> Spinner:
+        """Make what starts no such thread."""
+        make()
+        return cls(0)
 
-    def release(self) -> None:
-        """Let it run again, so that it sees that it is to end."""
+    def park(self) -> None:
+        """Have it run where the others do that have nothing to look for, and let all else go first."""
+        self.rest()
         if self.thread:
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(self.thread, os.sched_getaffinity(0))
-                os.setpriority(os.PRIO_PROCESS, self.thread, 0)
+                os.setpriority(os.PRIO_PROCESS, self.thread, NICE)
+
+    def rest(self) -> None:
+        """Have it run where the others do that have nothing to look for."""
+        everywhere = os.sched_getaffinity(0)
+        self._run_on({max(everywhere)})
+
+    def wake(self) -> None:
+        """Have it run elsewhere, at once: it would wait for its turn among the others."""
+        everywhere = os.sched_getaffinity(0)
+        self._run_on(everywhere - {max(everywhere)} or everywhere)
+
+    def _run_on(self, processors: set[int]) -> None:
+        if self.thread:
+            with contextlib.suppress(OSError):  # it is only a matter of how busy the processors are
+                os.sched_setaffinity(self.thread, processors)
 
 
-def parked(make: Callable[[], object]) -> Spinner:
-    """Make something on a thread of its own, find among the threads that it has started the spinner, and park it.
+def started_by(make: Callable[[], object]) -> Spinner:
+    """Make something on a thread of its own, and find the spinner among the threads that it has started.
 
     Threads have the name of the thread that has started them, by which these are told from all others.
     """
     with ThreadPoolExecutor(1) as aside:
-        spinner = aside.submit(_found, make).result()
-    spinner.park()
-    return spinner
+        return aside.submit(_found, make).result()
 
 
 def _found(make: Callable[[], object]) -> Spinner:
