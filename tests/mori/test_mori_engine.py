@@ -10,7 +10,7 @@ import pytest
 from kvferry.cli import engines as command
 from kvferry.engines import find
 from kvferry.engines.grants import GrantTable
-from kvferry.engines.mori import blob, door, engine, instance, limbo, precautions
+from kvferry.engines.mori import blob, door, instance, limbo, precautions
 from kvferry.engines.seam import EngineConfig, Outcome, Region
 from kvferry.errors import EngineError, EngineUnavailable
 from kvferry.ids import PeerId
@@ -88,7 +88,7 @@ def test_closing_with_a_batch_on_its_way_keeps_what_the_library_writes_to(impati
 
 def test_closing_while_a_batch_is_waited_for_keeps_it_as_well(suite, standin, monkeypatch):
     """The peer's thread gives it up when the engine is closed already."""
-    monkeypatch.setattr(engine, "CLOSE_S", 0.0)
+    monkeypatch.setattr("kvferry.engines.per_peer.engine.CLOSE_S", 0.0)
     pair = suite.pair
     assert pair.attach().outcome is Outcome.LANDED
     standin.hold()

@@ -144,7 +144,7 @@ def test_a_port_that_is_not_the_librarys_is_left_alone(suite):
     engine = suite.pair.target.engine
     with socket.create_server(("127.0.0.1", 0)) as others:
         port = others.getsockname()[1]
-        engine._serving._open[5][0].ports.append(port)
+        engine._served._open[5].ports.append(port)
         engine.fence(PeerId(1, 5))
         done = engine.poll(1)[0]
         assert done.outcome is Outcome.FAILED_QUIET
@@ -203,7 +203,7 @@ def test_by_rdma_no_connection_shows_that_a_writer_is_there_so_that_none_is_take
     monkeypatch.setattr(serving, "SWEEP_AFTER_S", 0.0)
     for each in (5, 6):
         told(suite, each)
-        engine._serving._open[each][0].transport = "rdma"
+        engine._served._open[each].transport = "rdma"
     told(suite, 7)
     assert engine.info()["served"] == 4
     engine.detach(PeerId(1, 5))

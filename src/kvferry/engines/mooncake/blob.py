@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 
 from kvferry.engines.blob_codec import BlobCodec
+from kvferry.errors import WireError
+from kvferry.ids import PeerId
 
 VERSION = 1
 NONCE_BYTES = 32
@@ -45,4 +47,12 @@ class Blob(msgspec.Struct, frozen=True):
 
 
 _codec = BlobCodec("mooncake", Blob, VERSION)
-encode, decode = _codec.encode, _codec.decode
+encode = _codec.encode
+
+
+def decode(raw: bytes, peer: PeerId) -> Blob:
+    """Unpack what a peer said; raises WireError where it is no blob, or of another process."""
+    blob = _codec.decode(raw)
+    if blob.incarnation != peer.incarnation:
+        raise WireError(f"the blob is of process {blob.incarnation:016x}")
+    return blob

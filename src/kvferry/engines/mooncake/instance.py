@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -53,9 +54,11 @@ class Instance:
         ports: these and, first, where it is asked for its metadata.
         network_devices: the RDMA devices of this system.
         transport: "tcp" where it is certain, else "rdma".
+        made_at: when it was started, on the monotonic clock.
     """
 
     def __init__(self, place: Place) -> None:
+        self.made_at = time.monotonic()
         self._engine: Any = engine_class()()
         with _starting:
             before = listening_ports()

@@ -8,53 +8,24 @@ peer only.
 from __future__ import annotations
 
 import contextlib
-import logging
-import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.engines.mooncake import quiet
 from kvferry.engines.mooncake.blob import Blob
 from kvferry.engines.mooncake.instance import Instance, Place
-from kvferry.engines.seam import Done, Outcome, Region, Ticket
+from kvferry.engines.per_peer import Attaching, PeerThread, Writing
+from kvferry.engines.seam import Batch, Done, Outcome, Region, Ticket
 from kvferry.errors import EngineError
 from kvferry.ids import PeerId
-from kvferry.plan.batch import Batch
-
-log = logging.getLogger("kvferry.mooncake")
 
 TOGETHER_BYTES = 64 << 20
 """Of one call, which has the library's time limit for all of it."""
 
 LOOK_AGAIN_S, LOOK_AGAIN_MOST_S = 0.05, 1.0
 """After what time, doubled each time, it is looked again whether a target has gone."""
-
-
-@dataclass
-class Attaching:
-    """A request to connect.
-
-    Attributes:
-        ticket: its ticket.
-        blob: what the peer said.
-        until: when nobody waits for it any more, on the monotonic clock.
-    """
-
-    ticket: Ticket
-    blob: Blob
-    until: float
-
-
-@dataclass
-class Writing:
-    """A batch that was checked."""
-
-    ticket: Ticket
-    batch: Batch
 
 
 class Unproven(NamedTuple):
@@ -69,13 +40,12 @@ class Unproven(NamedTuple):
     target: Blob
 
 
-class Peer:
-    """Does one thing at a time for one peer; what becomes of it is reported from the thread.
+class Peer(PeerThread[Blob]):
+    """Writes with one instance; looks after what failed until it is proven quiet, also after it was left.
 
     Attributes:
         unproven: what ended FAILED_UNKNOWN and is not proven quiet; one list for all epochs of a process, since a later
             one looks after what an earlier one has left.
-        rebuilds: how many instances were given up after a failure.
         target: where the peer is written to; None if it is not attached.
     """
 
@@ -86,100 +56,59 @@ class Peer:
         regions: Callable[[], tuple[Region, ...]],
         report: Callable[[Done], None],
         unproven: list[Unproven],
-        before: Peer | None,
+        before: PeerThread[Blob] | None,
     ) -> None:
-        self.name = name
+        super().__init__("mooncake", name, report)
         self.unproven = unproven
-        self.rebuilds = 0
         self.target: Blob | None = None
         self._place = place
         self._regions = regions
-        self._report = report
         self._before = before
         self._instance: Instance | None = None
         self._transport = ""
-        self._left = False
         self._relieved = threading.Event()
-        self._inbox: queue.SimpleQueue[Attaching | Writing | None] = queue.SimpleQueue()
-        self._kept: deque[Attaching | Writing | None] = deque()  # taken out, and comes next
-        self._thread = threading.Thread(target=self._main, name=f"kvferry-mooncake-{name}", daemon=True)
-        self._thread.start()
+        self._pauses = _pauses()
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    def post(self, work: Attaching | Writing) -> None:
-        """Have it done after what was posted before."""
-        self._inbox.put(work)
-
-    def leave(self) -> None:
-        """Begin nothing more; the thread ends when the library's call that is on has returned, and all is proven."""
-        self._left = True
-        self._inbox.put(None)
+    def where(self) -> str:
+        """Its session, or "not attached"."""
+        return self.target.session if self.target is not None else "not attached"
 
     def relieve(self) -> None:
         """Leave what is not proven to whoever comes after."""
         self._relieved.set()
 
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the thread's end."""
-        self._thread.join(timeout_s)
-
     # -- the thread
 
-    def _main(self) -> None:
+    def _begin(self) -> None:
         if self._before is not None:
             self._before.relieve()
             self._before.join()  # two instances would have more in flight to the peer than it takes
             self._before = None
-        while (work := self._take()) is not None:
-            try:
-                self._attach(work) if isinstance(work, Attaching) else self._write(work)
-            except Exception as error:
-                log.exception("the mooncake engine failed with peer %s", self.name)
-                works = [work] if isinstance(work, Attaching) else work
-                self._give_up(works, f"the library raised {error!r}", type(error).__name__)
-        self._drop()
-        for pause_s in _pauses():
-            if not self.unproven or self._relieved.wait(pause_s):
-                break
+
+    def _end(self) -> None:
+        while self.unproven and not self._relieved.wait(next(self._pauses)):
             self._prove(self._is_gone)
 
-    def _next(self) -> Attaching | Writing | None:
-        """What was posted first; while it waits it looks after what is not proven."""
-        for pause_s in _pauses():
-            with contextlib.suppress(queue.Empty):
-                return self._inbox.get(timeout=pause_s if self.unproven else None)
-            self._prove(self._is_gone)
-        raise AssertionError
+    def _idle_s(self) -> float | None:
+        return next(self._pauses) if self.unproven else None
 
-    def _take(self) -> Attaching | list[Writing] | None:
-        """What comes next, batches that wait already together: between two calls the connections are idle."""
-        first = self._kept.popleft() if self._kept else self._next()
-        if not isinstance(first, Writing):
-            return first
-        found = [first]
-        with contextlib.suppress(queue.Empty):
-            while isinstance(following := self._inbox.get_nowait(), Writing) and _go_together([*found, following]):
-                found.append(following)
-            self._kept.append(following)
-        return found
+    def _idle(self) -> None:
+        self._prove(self._is_gone)
 
-    def _attach(self, work: Attaching) -> None:
+    def _attach(self, work: Attaching[Blob]) -> None:
         self.target = None
         why = self._why_unattached(work)
         self._prove(self._is_quiet)
         if why:
-            self._report(Done(work.ticket, Outcome.FAILED_QUIET, why, "attach"))
+            self._tell([work], Outcome.FAILED_QUIET, why, "attach")
             return
         self.target = work.blob
-        self._report(Done(work.ticket, Outcome.LANDED))
+        self._tell([work], Outcome.LANDED)
 
-    def _why_unattached(self, work: Attaching) -> str:
-        if self._left or time.monotonic() > work.until:
-            return "it was detached" if self._left else "nobody waited for it any more"
+    def _why_unattached(self, work: Attaching[Blob]) -> str:
+        if self.left or time.monotonic() > work.until:
+            return "it was detached" if self.left else "nobody waited for it any more"
         is_new = self._instance is None
         try:
             why = self._why_unreached(work.blob)
@@ -204,8 +133,8 @@ class Peer:
         return "" if blob.is_nonce(read) else f"what answers at {blob.session} is another process than the peer"
 
     def _write(self, works: Sequence[Writing]) -> None:
-        if self._left or self.target is None:
-            why = "detached" if self._left else "not attached, or no more since a write to it failed"
+        if self.left or self.target is None:
+            why = "detached" if self.left else "not attached, or no more since a write to it failed"
             self._tell(works, Outcome.FAILED_QUIET, f"peer {self.name} is {why}", "refused")
             return
         batches = [work.batch for work in works if len(work.batch)]
@@ -221,11 +150,16 @@ class Peer:
             return
         self._give_up(works, _cause(self.target.session, batches, time.monotonic() - began), str(code))
 
-    def _tell(self, works: Sequence[Attaching | Writing], outcome: Outcome, cause: str = "", native: str = "") -> None:
-        for work in works:
-            self._report(Done(work.ticket, outcome, cause, native))
+    def _goes_with(self, works: Sequence[Writing], following: Writing) -> bool:
+        """Whether these batches may be in flight at once."""
+        together = [*works, following]
+        rows, nbytes = sum(len(work.batch) for work in together), sum(work.batch.total_bytes for work in together)
+        return rows <= quiet.LIMITS.rows and nbytes <= TOGETHER_BYTES
 
-    def _give_up(self, works: Sequence[Attaching | Writing], cause: str, native: str) -> None:
+    def _broke(self, works: Sequence[Attaching[Blob] | Writing], cause: str, native: str) -> None:
+        self._give_up(works, cause, native)
+
+    def _give_up(self, works: Sequence[Attaching[Blob] | Writing], cause: str, native: str) -> None:
         """End the instance that failed: it would go on writing, and may never work again."""
         target, self.target = self.target, None
         self._drop()
@@ -234,6 +168,7 @@ class Peer:
             self._tell(works, Outcome.FAILED_QUIET, cause, native)
             return
         self.unproven += [Unproven(work.ticket, target) for work in works]
+        self._pauses = _pauses()
         self._tell(works, Outcome.FAILED_UNKNOWN, cause, native)
         self._prove(self._is_quiet)
 
@@ -283,12 +218,6 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause_s
         pause_s = min(2 * pause_s, LOOK_AGAIN_MOST_S)
-
-
-def _go_together(works: Sequence[Writing]) -> bool:
-    """Whether these batches may be in flight at once."""
-    rows, nbytes = sum(len(work.batch) for work in works), sum(work.batch.total_bytes for work in works)
-    return rows <= quiet.LIMITS.rows and nbytes <= TOGETHER_BYTES
 
 
 def _cause(session: str, batches: Sequence[Batch], seconds: float) -> str:

@@ -87,12 +87,12 @@ def decode(raw: bytes, peer: PeerId, backend: str) -> Blob:
     """
     blob = _codec.decode(raw)
     if blob.incarnation != peer.incarnation:
-        raise WireError(f"peer {peer}: the blob is of process {blob.incarnation:016x}")
+        raise WireError(f"the blob is of process {blob.incarnation:016x}")
     if checksum_of(blob.engine, blob.memory, blob.nonce) != blob.checksum:
-        raise WireError(f"peer {peer}: the blob's descriptors were damaged on the way")
+        raise WireError("the blob's descriptors were damaged on the way")
     if blob.backend != backend:
         raise WireError(
-            f"peer {peer} uses MORI's backend {blob.backend}, this side {backend}",
+            f"it uses MORI's backend {blob.backend}, this side {backend}",
             hint="give both sides the same option 'backend' of the mori engine",
         )
     return blob

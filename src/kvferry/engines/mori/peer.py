@@ -7,10 +7,8 @@ only a new engine works. With an instance per peer both concern that peer only.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.engines.host import Process, has_ended, host_identity
@@ -20,10 +18,10 @@ from kvferry.engines.mori.flight import Flight
 from kvferry.engines.mori.instance import Instance, Place
 from kvferry.engines.mori.limbo import Limbo, Unfinished
 from kvferry.engines.mori.memory import Memory, why_not_between
-from kvferry.engines.seam import Done, Outcome, Region, Ticket
+from kvferry.engines.per_peer import Attaching, PeerThread, Writing
+from kvferry.engines.seam import Batch, Done, Outcome, Region, Ticket
 from kvferry.errors import EngineError
 from kvferry.ids import PeerId
-from kvferry.plan.batch import Batch
 
 log = logging.getLogger("kvferry.mori")
 
@@ -32,29 +30,6 @@ HEAR_EVERY_S = 0.5
 
 
 _KEPT_EVENTS = 20
-
-
-@dataclass
-class Attaching:
-    """A request to connect.
-
-    Attributes:
-        ticket: its ticket.
-        blob: what the peer said.
-        until: when nobody waits for it any more, on the monotonic clock.
-    """
-
-    ticket: Ticket
-    blob: Blob
-    until: float
-
-
-@dataclass
-class Writing:
-    """A batch that was checked on this side."""
-
-    ticket: Ticket
-    batch: Batch
 
 
 @dataclass
@@ -75,13 +50,11 @@ class Target:
         return self.blob.process is not None and has_ended(self.blob.process)
 
 
-class Peer:
-    """Does one thing at a time for one peer; what becomes of it is reported from the thread.
+class Peer(PeerThread[Blob]):
+    """Writes with one instance, which it parts with after a failure.
 
     Attributes:
         target: where the peer is written to; None if it is not attached.
-        rebuilds: how many instances were given up after a failure.
-        events: what the library has said of this peer, in words.
     """
 
     def __init__(
@@ -93,58 +66,28 @@ class Peer:
         limbo: Limbo,
         timeout_s: float,
     ) -> None:
-        self.name = name
+        super().__init__("mori", name, report)
         self.target: Target | None = None
-        self.rebuilds = 0
-        self.events: list[str] = []
         self._place = place
         self._regions = regions
-        self._report = report
         self._limbo = limbo
         self._timeout_s = timeout_s
         self._instance: Instance | None = None
-        self._left = False
-        self._inbox: queue.SimpleQueue[Attaching | Writing | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name=f"kvferry-mori-{name}", daemon=True)
-        self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    def post(self, work: Attaching | Writing) -> None:
-        """Have it done after what was posted before."""
-        self._inbox.put(work)
-
-    def leave(self) -> None:
-        """Begin nothing more; the thread ends when the batch that is on its way is over or given up."""
-        self._left = True
-        self._inbox.put(None)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the thread's end."""
-        self._thread.join(timeout_s)
+    def where(self) -> str:
+        """Whether it is attached."""
+        return "attached" if self.target else "not attached"
 
     # -- the thread
 
-    def _main(self) -> None:
-        while True:
-            try:
-                work = self._inbox.get(timeout=HEAR_EVERY_S)
-            except queue.Empty:
-                self._idle()
-                continue
-            if work is None:
-                break
-            try:
-                self._attach(work) if isinstance(work, Attaching) else self._write(work)
-            except Exception as error:
-                log.exception("the mori engine failed with peer %s", self.name)
-                self._drop()
-                outcome = Outcome.FAILED_QUIET if isinstance(work, Attaching) else Outcome.FAILED_UNKNOWN
-                self._report(Done(work.ticket, outcome, f"the library raised {error!r}", type(error).__name__))
+    def _broke(self, works: Sequence[Attaching[Blob] | Writing], cause: str, native: str) -> None:
         self._drop()
+        quiet = isinstance(works[0], Attaching)
+        self._tell(works, Outcome.FAILED_QUIET if quiet else Outcome.FAILED_UNKNOWN, cause, native)
+
+    def _idle_s(self) -> float:
+        return HEAR_EVERY_S
 
     def _idle(self) -> None:
         try:
@@ -155,18 +98,18 @@ class Peer:
             log.exception("the mori engine failed with peer %s", self.name)
             self._drop()
 
-    def _attach(self, work: Attaching) -> None:
+    def _attach(self, work: Attaching[Blob]) -> None:
         self._drop()  # the old one's queue pairs, or opened memory, may be of a process that is no more
         why = self._why_unattached(work)
         if why:
             self._drop()
-            self._report(Done(work.ticket, Outcome.FAILED_QUIET, f"peer {self.name}: {why}", "attach"))
+            self._tell([work], Outcome.FAILED_QUIET, f"peer {self.name}: {why}", "attach")
         else:
-            self._report(Done(work.ticket, Outcome.LANDED))
+            self._tell([work], Outcome.LANDED)
 
-    def _why_unattached(self, work: Attaching) -> str:
-        if self._left or time.monotonic() > work.until:
-            return "it was detached" if self._left else "nobody waited for it any more"
+    def _why_unattached(self, work: Attaching[Blob]) -> str:
+        if self.left or time.monotonic() > work.until:
+            return "it was detached" if self.left else "nobody waited for it any more"
         why = _why_nobody_there(work.blob)
         if why:
             return why
@@ -182,14 +125,15 @@ class Peer:
             self.target = Target(work.blob, memory)
         return why
 
-    def _write(self, work: Writing) -> None:
+    def _write(self, works: Sequence[Writing]) -> None:
+        (work,) = works
         target, batch = self.target, work.batch
         why = self._why_unwritten(target, batch)
         if why or target is None or self._instance is None:
-            self._report(Done(work.ticket, Outcome.FAILED_QUIET, why, "refused"))
+            self._tell(works, Outcome.FAILED_QUIET, why, "refused")
             return
         if not len(batch):
-            self._report(Done(work.ticket, Outcome.LANDED))
+            self._tell(works, Outcome.LANDED)
             return
         flight = self._instance.write(batch, target.memory)
         flight.wait(time.monotonic() + self._timeout_s)
@@ -198,14 +142,14 @@ class Peer:
             outcome, cause, native = Outcome.FAILED_QUIET, "it was copied, and its process has ended", "ended"
         if outcome is not Outcome.LANDED:
             cause = "; ".join([f"peer {self.name}: {cause}", *self._hear()])
-        self._report(Done(work.ticket, outcome, cause, native))
+        self._tell(works, outcome, cause, native)
         if outcome is Outcome.FAILED_UNKNOWN:
             self._give_up(work.ticket, flight, target.blob.process)
 
     def _why_unwritten(self, target: Target | None, batch: Batch) -> str:
         """Why a batch can't be begun, or ""."""
-        if self._left or target is None:
-            why = "detached" if self._left else "not attached, or no more since it was lost"
+        if self.left or target is None:
+            why = "detached" if self.left else "not attached, or no more since it was lost"
             return f"peer {self.name} is {why}"
         if target.has_ended:
             self._drop()
