@@ -14,6 +14,7 @@ from kvferry.testing.suite_pair import CLAIM, GUARD, SETTLE_S
 
 SENTINEL = 0x5A
 EPOCH = 10
+ALL = ("qp", "mr", "ctx")
 STILL_S = 4.0
 
 
@@ -37,17 +38,17 @@ class StoppedWriters:
         self.wait_until(lambda: bool((pool != SENTINEL).any()), SETTLE_S)
         return bool((pool != SENTINEL).any())
 
-    def assert_still_after(self, process, deed):
+    def assert_still_after(self, process, deed, gone):
         """The same, and nothing may change until the writer's library has had time to try again.
 
-        The kernel's count of queue pairs, registrations and devices falls by it, too.
+        The kernel's count of what `gone` names falls by it, too.
         """
         pool = self.pair.target.pool
         process.stop()
         before = resources()
         deed()
         after = resources()
-        assert all(after[name] < before[name] for name in before), (before, after)
+        assert all(after[name] < before[name] for name in gone), (before, after)
         pool[:] = SENTINEL
         process.go_on()
         until = time.monotonic() + STILL_S
@@ -67,8 +68,14 @@ class FencedWriters(StoppedWriters):
         process = self._flooding_as(EPOCH)
         assert self.lands_after(process)
         time.sleep(after_s)
-        self.assert_still_after(process, lambda: self._fence(process, EPOCH))
+        self.assert_still_after(process, lambda: self._fence(process, EPOCH), ALL)
         self._write_as_other()
+        process.kill()
+
+    def test_nothing_of_a_stopped_writer_lands_in_memory_that_is_registered_no_more(self):
+        """Not what a fence does, since it concerns all peers at once."""
+        process = self._flooding_as(EPOCH)
+        self.assert_still_after(process, lambda: self.pair.target.engine.register([]), ("mr",))
         process.kill()
 
     def _flooding_as(self, epoch):

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from fenced import StoppedWriters
+from fenced import ALL, StoppedWriters
 from verbs_suite import VerbsSuite
 from whole_run import carry
 
@@ -27,7 +27,7 @@ class TestNixl(StoppedWriters, VerbsSuite):
         assert self.lands_after(process, lambda: engine.register([]))
         assert self.lands_after(process, lambda: engine._agent.forget(name))
         engine.poll = lambda _budget_s: []  # it is closed next
-        self.assert_still_after(process, engine.close)
+        self.assert_still_after(process, engine.close, ALL)
 
 
 def test_a_whole_run():
