@@ -201,6 +201,9 @@ class Peer(PeerThread):
 
     def _idle(self):
         self.did.append("idle")
+        if self.idle_s == 0.02:
+            self.idle_s = 0.01
+            raise RuntimeError("it broke")
         self.idle_s = None
         self.begun.set()
 
@@ -232,6 +235,17 @@ def test_a_library_that_raises_costs_that_work_and_the_thread_lives():
     assert peer.done() == [(1, Outcome.FAILED_UNKNOWN), (2, Outcome.LANDED)]
     assert "it broke" in peer.said[0].cause
     assert peer.said[0].native == "RuntimeError"
+
+
+def test_a_library_that_raises_while_there_is_nothing_to_do_is_dropped_and_the_thread_lives():
+    peer = Peer()
+    peer.idle_s = 0.02
+    peer.goes_on.set()
+    peer.post(Writing(1, batch()))
+    assert peer.begun.wait(10)
+    peer.post(Writing(2, batch()))
+    assert peer.done() == [(1, Outcome.LANDED), (2, Outcome.LANDED)]
+    assert peer.did == [[1], "idle", "drop", "idle", [2], "drop", "end"]
 
 
 def test_what_has_nothing_to_do_is_told_so():

@@ -63,7 +63,7 @@ class PeerThread(ABC, Generic[Said]):
         self.rebuilds = 0
         self.events: list[str] = []
         self.left = False
-        self._engine = engine
+        self._log = logging.getLogger(f"kvferry.{engine}")
         self._report = report
         self._inbox: queue.SimpleQueue[Attaching[Said] | Writing | None] = queue.SimpleQueue()
         self._kept: deque[Attaching[Said] | Writing | None] = deque()  # taken out, and comes next
@@ -142,7 +142,7 @@ class PeerThread(ABC, Generic[Said]):
             try:
                 self._attach(works) if isinstance(works, Attaching) else self._write(works)
             except Exception as error:
-                logging.getLogger(f"kvferry.{self._engine}").exception("it failed with peer %s", self.name)
+                self._log.exception("failed with peer %s", self.name)
                 given = [works] if isinstance(works, Attaching) else works
                 self._broke(given, f"the library raised {error!r}", type(error).__name__)
         self._drop()
@@ -165,7 +165,14 @@ class PeerThread(ABC, Generic[Said]):
             try:
                 return self._inbox.get(timeout=self._idle_s())
             except queue.Empty:
-                self._idle()
+                self._idle_or_drop()
+
+    def _idle_or_drop(self) -> None:
+        try:
+            self._idle()
+        except Exception:
+            self._log.exception("failed with idle peer %s", self.name)
+            self._drop()
 
     def _tell(
         self, works: Sequence[Attaching[Said] | Writing], outcome: Outcome, cause: str = "", native: str = ""
