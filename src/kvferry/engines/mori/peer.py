@@ -6,6 +6,7 @@ only a new engine works. With an instance per peer both concern that peer only.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from kvferry.engines.per_peer import Attaching, PeerThread, Writing
 from kvferry.engines.seam import Batch, Done, Outcome, Region, Ticket
 from kvferry.errors import EngineError
 from kvferry.ids import PeerId
+
+log = logging.getLogger("kvferry.mori")
 
 HEAR_EVERY_S = 0.5
 """How often an idle peer is asked about: the library notices the loss of a port, and not that of an idle peer."""
@@ -157,7 +160,7 @@ class Peer(PeerThread[Blob]):
         """What the library says of this peer; one that it has lost is not attached any more."""
         said = [] if self._instance is None else self._instance.hear()
         if said:
-            self._log.warning("MORI says of peer %s: %s", self.name, said[-1])
+            log.warning("MORI says of peer %s: %s", self.name, said[-1])
             self.events = [*self.events, *said][-_KEPT_EVENTS:]
             self.target = None
         return said

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 from kvferry.engines.seam import Batch, Done, Outcome, Ticket
 from kvferry.ids import PeerId
 
+log = logging.getLogger("kvferry.engines")
+
 Said = TypeVar("Said")
 """An engine's blob, decoded."""
 
@@ -63,7 +65,7 @@ class PeerThread(ABC, Generic[Said]):
         self.rebuilds = 0
         self.events: list[str] = []
         self.left = False
-        self._log = logging.getLogger(f"kvferry.{engine}")
+        self._engine = engine
         self._report = report
         self._inbox: queue.SimpleQueue[Attaching[Said] | Writing | None] = queue.SimpleQueue()
         self._kept: deque[Attaching[Said] | Writing | None] = deque()  # taken out, and comes next
@@ -142,7 +144,7 @@ class PeerThread(ABC, Generic[Said]):
             try:
                 self._attach(works) if isinstance(works, Attaching) else self._write(works)
             except Exception as error:
-                self._log.exception("failed with peer %s", self.name)
+                log.exception("the %s engine failed with peer %s", self._engine, self.name)
                 given = [works] if isinstance(works, Attaching) else works
                 self._broke(given, f"the library raised {error!r}", type(error).__name__)
         self._drop()
@@ -171,7 +173,7 @@ class PeerThread(ABC, Generic[Said]):
         try:
             self._idle()
         except Exception:
-            self._log.exception("failed with idle peer %s", self.name)
+            log.exception("the %s engine failed with peer %s while it was idle", self._engine, self.name)
             self._drop()
 
     def _tell(
