@@ -1,5 +1,6 @@
 """Bytes that are wrong never reach a user: the canary compares what was sent with what landed."""
 
+import ctypes
 import mmap
 import threading
 import time
@@ -8,9 +9,13 @@ import numpy as np
 import pytest
 
 from kvferry import KVArgs, KVClassType, KVPoll, get_kv_class
-from kvferry.errors import Blame, Code, ConfigError
+from kvferry.engines.seam import Region
+from kvferry.errors import Blame, Code, ConfigError, EngineError
 from kvferry.layout import Device
+from kvferry.node.memory_reader import Mapped
 from kvferry.presets import page_major
+
+MAP_FIXED = 0x10  # not in the mmap module
 
 
 @pytest.fixture(params=["sample", "full"])
@@ -120,6 +125,34 @@ def test_large_rooms_are_digested_on_threads_of_their_own(make, kit):
     assert "pages 0 (page 2 of the pool), 1 (page 3 of the pool)" in receiver.failure().reason.cause
 
 
+def map_again(address, size):
+    """What an allocator may do with addresses that were given back: keep them in reserve."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+    assert libc.mmap(address, size, 0, kind, -1, 0) == address
+
+
+def test_memory_that_is_gone_is_found_and_named():
+    size = 8 * mmap.PAGESIZE
+    there, gone = mmap.mmap(-1, size), mmap.mmap(-1, size)
+    addresses = [np.frombuffer(each, np.uint8).ctypes.data for each in (there, gone)]
+    whole, rest = Mapped([Region(each, size) for each in addresses]), Mapped([Region(addresses[0], size)])
+    many = Mapped([Region(addresses[0], size)] * 700 + [Region(addresses[1] + 1, size - 2)])
+    for each in (whole, rest, many, Mapped([]), Mapped([Region(addresses[0], 0)])):
+        each.check()
+    gone.close()
+    for each, nbytes, at in ((whole, size, addresses[1]), (many, size - 2, addresses[1] + 1)):
+        with pytest.raises(EngineError, match=f"of {nbytes} bytes at {at:#x} is not mapped any more"):
+            each.check()
+    map_again(addresses[1], size)
+    for each, nbytes, at in ((whole, size, addresses[1]), (many, size - 2, addresses[1] + 1)):
+        with pytest.raises(EngineError, match=f"of {nbytes} bytes at {at:#x} can't be read any more"):
+            each.check()
+    rest.check()
+
+
 def test_memory_that_was_unmapped_fails_the_room_and_not_the_process(make, kit):
     layout = page_major("toy", layers=3, kv_heads=2, head_dim=8, dtype="float16", pages=32, page_tokens=16)
     size = max(tensor.address + tensor.nbytes for tensor in layout.tensors)
@@ -134,6 +167,7 @@ def test_memory_that_was_unmapped_fails_the_room_and_not_the_process(make, kit):
         sender = kit.offer(type("Side", (), {"manager": owner}), 5, [7])
         kit.until(lambda: owner.node.engine.held == 1)
         memory.close()
+        map_again(address, size)  # at once: whatever a thread allocates could come and go there
         owner.node.engine.release()
         assert receiver.wait(5) is KVPoll.Failed
         assert sender.wait(5) is KVPoll.Failed

@@ -23,7 +23,7 @@ from kvferry.ids import PeerId
 from kvferry.layout import list_begin
 from kvferry.layout.deal import I64
 from kvferry.node.batching import MAIN, numbers
-from kvferry.node.memory_reader import check_mapped, read, read_words
+from kvferry.node.memory_reader import read, read_words
 from kvferry.plan import SMALL_BYTES as RECIPE_BYTES
 from kvferry.plan import Route, Size
 from kvferry.plan.batch import U64
@@ -285,7 +285,7 @@ class Digests:
     def _post(self, nbytes: int, task: Callable[[], None], failed: Callable[[str], None]) -> None:
         def guarded() -> None:
             try:
-                check_mapped(self._node.regions)
+                self._node.mapped.check()
                 task()
             except Exception as error:  # noqa: BLE001 - numbers of a peer, memory of the caller: this room fails
                 failed(f"the digest can't be taken: {error}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +30,12 @@ _FEW = 64
 # keeps the interpreter: the call takes a microsecond
 _msync = ctypes.PyDLL(None, use_errno=True).msync
 _msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_process_vm_readv = ctypes.PyDLL(None, use_errno=True).process_vm_readv
+_process_vm_readv.argtypes = (
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong,
+)  # fmt: skip
+_process_vm_readv.restype = ctypes.c_ssize_t
+_IOV_MAX = 1024
 
 
 class _Memory:
@@ -45,19 +53,57 @@ def _items(nbytes: int) -> npt.NDArray[np.void]:
     return np.asarray(_Memory(nbytes))
 
 
-def check_mapped(regions: Sequence[Region]) -> None:
-    """Refuse to read memory that its owner has given back: the process would die of it.
+class Mapped:
+    """Registered memory, and whether it is there still."""
 
-    Raises:
-        EngineError: a region is not mapped any more, with its address.
-    """
-    for region in regions:
-        begin = region.address // _PAGE_BYTES * _PAGE_BYTES
-        if _msync(begin, region.address + region.nbytes - begin, _MS_ASYNC):
-            raise EngineError(
-                f"registered memory of {region.nbytes} bytes at {region.address:#x} is not mapped any more",
-                hint="keep pools until the manager is shut down, or replace them with update_buffers",
-            )
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = [region for region in regions if region.nbytes]
+        pages = [region.address // _PAGE_BYTES * _PAGE_BYTES for region in self._regions]
+        self._spans = [
+            (page, each.address + each.nbytes - page) for page, each in zip(pages, self._regions, strict=True)
+        ]
+        half = _IOV_MAX // 2
+        self._looks = [_Look(self._regions[begin : begin + half]) for begin in range(0, len(self._regions), half)]
+
+    def check(self) -> None:
+        """Refuse to read memory that its owner has given back: the process would die of it.
+
+        Raises:
+            EngineError: a region is not mapped any more, or can't be read, with its address.
+        """
+        for number, (page, nbytes) in enumerate(self._spans):
+            if _msync(page, nbytes, _MS_ASYNC):
+                raise _gone(self._regions[number], "is not mapped any more")
+        # something else may be mapped there by now, such as what an allocator or a thread's stack keeps in reserve
+        for look in self._looks:
+            region = look.first_unreadable()
+            if region is not None:
+                raise _gone(region, "can't be read any more")
+
+
+class _Look:
+    """One system call that reads the first and the last byte of each region."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = regions
+        ends = [(end, 1) for each in regions for end in (each.address, each.address + each.nbytes - 1)]
+        self._there = np.array(ends, np.uint64)
+        self._bytes = np.empty(len(ends), np.uint8)
+        self._here = np.array([[self._bytes.ctypes.data, len(ends)]], np.uint64)
+        self._arguments = self._here.ctypes.data, 1, self._there.ctypes.data, len(ends), 0
+
+    def first_unreadable(self) -> Region | None:
+        read = int(_process_vm_readv(os.getpid(), *self._arguments))
+        if read == len(self._there) or (read < 0 and ctypes.get_errno() != errno.EFAULT):
+            return None  # or the system does not let this process look
+        return self._regions[max(read, 0) // 2]
+
+
+def _gone(region: Region, why: str) -> EngineError:
+    return EngineError(
+        f"registered memory of {region.nbytes} bytes at {region.address:#x} {why}",
+        hint="keep pools until the manager is shut down, or replace them with update_buffers",
+    )
 
 
 def read(addresses: I64, nbytes: int) -> npt.NDArray[np.void]:

@@ -28,6 +28,7 @@ from kvferry.node.footprint import footprint
 from kvferry.node.hosts import control_plane, data_plane, tcp_endpoint
 from kvferry.node.jobs import Reports
 from kvferry.node.links import Links
+from kvferry.node.memory_reader import Mapped
 from kvferry.node.mover import Mover
 from kvferry.node.resolver import Resolver
 from kvferry.node.view import RoomView
@@ -100,6 +101,7 @@ class Node:
         self.resolver = Resolver()
         self.claims = Claims(self)
         self.regions = regions(layout)
+        self.mapped = Mapped(self.regions)
         self.digest = config.digest if all(region.device < 0 for region in self.regions) else ""
         self.digests = Digests(self)
         self.control = Control(self)
@@ -197,6 +199,7 @@ class Node:
             self.control.board.dismiss(reason)  # who shook hands in between has heard of the old memory
             self.layout, self.aux, self._blob = layout, rows, blob
             self.regions = regions(layout)
+            self.mapped = Mapped(self.regions)
             self.conns = self.control.board.conns = Conns(layout, group or (layout,))
             self.epoch += 1
 
