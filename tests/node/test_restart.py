@@ -102,6 +102,7 @@ def test_a_prefill_killed_ten_times_with_rooms_running_is_found_again_on_its_por
         for receiver in waiting:
             assert receiver.wait(2) is KVPoll.Failed
             assert receiver.failure().reason.code is Code.PEER_LOST
+            kit.until(receiver.is_release_safe)
             receiver.clear()
         worker = fork("prefill", "local", control_ports=str(port))
     served(decode, address, 500, kit, worker)
