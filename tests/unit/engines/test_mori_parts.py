@@ -150,7 +150,7 @@ def test_memory_that_is_not_mapped_is_refused_by_number():
     precautions.check_host_memory([good])
     with pytest.raises(EngineError, match="region 1, 100 bytes at 0x1000, is not mapped"):
         precautions.check_host_memory([good, Region(4096, 100)])
-    precautions.check_host_memory([Region(4096, 100, device=0)])
+    precautions.check_host_memory([good, Region(4096, 100, device=0), Region(4096, 0)])
 
 
 @pytest.mark.parametrize("may_lock", [False, True])

@@ -82,7 +82,7 @@ def check_host_memory(regions: Sequence[Region]) -> None:
     Raises:
         EngineError: a region, which it names, is not mapped for writing, or all of them are more than may be locked.
     """
-    host = [(number, region) for number, region in enumerate(regions) if region.device < 0]
+    host = [(number, region) for number, region in enumerate(regions) if region.device < 0 and region.nbytes]
     mapped = _writable()
     for number, region in host:
         row = np.array([region.address], np.uint64), np.array([region.nbytes], np.uint64)
