@@ -61,7 +61,7 @@ class StoppedWriters:
 class FencedWriters(StoppedWriters):
     """For engines whose fence lands though the writer is stopped, and which tell each connection of its own place."""
 
-    @pytest.mark.parametrize("after_s", [0.0, 0.05], ids=["at_once", "a_moment_later"])
+    @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1], ids=["at_once", "a_moment_later", "later"])
     def test_nothing_of_a_stopped_writer_lands_after_its_fence(self, after_s):
         """Without the fence it lands; another peer writes to the same pool before and afterwards."""
         assert self._attach_other().outcome is Outcome.LANDED

@@ -32,20 +32,8 @@ def line_of(job: Job, rows: list[str]) -> str:
     limits = ["--timeout", "300", "-o", "faulthandler_timeout=0"]
     kvferry = ["--kvferry-require", job.name, f"--kvferry-matrix=/lab/{job.name}.json"]
     variables = [f"{name}={value}" for name, value in {**PYTEST, **job.environment}.items()]
-    command = [
-        "run",
-        job.name,
-        job.limit_s,
-        "env",
-        *variables,
-        *pytest,
-        *plugins,
-        *limits,
-        *kvferry,
-        *job.arguments,
-        *rows,
-    ]
-    return f"{job.before}\n{shlex.join(map(str, command))}"
+    command = ["run", job.name, job.limit_s, "env", *variables, *pytest, *plugins, *limits, *kvferry]
+    return f"{job.before}\n{shlex.join(map(str, [*command, *job.arguments, *rows]))}"
 
 
 def boot(job: Job, rows: list[str], folder: Path, shared: Path) -> int:
