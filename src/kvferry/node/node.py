@@ -100,9 +100,9 @@ class Node:
         self.endpoint = tcp_endpoint(control.advertised, self.links.port)
         self.resolver = Resolver()
         self.claims = Claims(self)
-        self.regions = regions(layout)
-        self.mapped = Mapped(self.regions)
-        self.digest = config.digest if all(region.device < 0 for region in self.regions) else ""
+        memory = regions(layout)
+        self.mapped = Mapped(memory)
+        self.digest = config.digest if all(region.device < 0 for region in memory) else ""
         self.digests = Digests(self)
         self.control = Control(self)
         self.mover = Mover(self.engine, self._reports(), config.batches_in_flight, self.is_written_to)
@@ -198,8 +198,7 @@ class Node:
         def switch() -> None:
             self.control.board.dismiss(reason)  # who shook hands in between has heard of the old memory
             self.layout, self.aux, self._blob = layout, rows, blob
-            self.regions = regions(layout)
-            self.mapped = Mapped(self.regions)
+            self.mapped = Mapped(regions(layout))
             self.conns = self.control.board.conns = Conns(layout, group or (layout,))
             self.epoch += 1
 

@@ -169,7 +169,7 @@ class Peer(PeerThread):
     def __init__(self, together=1):
         self.said, self.goes_on, self.begun, self.together = [], threading.Event(), threading.Event(), together
         super().__init__("fake", PeerId(7), self.said.append)
-        self.did, self.idle_s = [], None
+        self.did, self.idle_s, self.breaks = [], None, False
         self.start()
 
     def _attach(self, work):
@@ -201,11 +201,10 @@ class Peer(PeerThread):
 
     def _idle(self):
         self.did.append("idle")
-        if self.idle_s == 0.02:
-            self.idle_s = 0.01
-            raise RuntimeError("it broke")
         self.idle_s = None
         self.begun.set()
+        if self.breaks:
+            raise RuntimeError("it broke")
 
     def done(self):
         self.goes_on.set()
@@ -237,22 +236,13 @@ def test_a_library_that_raises_costs_that_work_and_the_thread_lives():
     assert peer.said[0].native == "RuntimeError"
 
 
-def test_a_library_that_raises_while_there_is_nothing_to_do_is_dropped_and_the_thread_lives():
+@pytest.mark.parametrize(("breaks", "then"), [(False, []), (True, ["drop"])])
+def test_what_has_nothing_to_do_is_told_so_and_a_library_that_raises_then_is_dropped_and_the_thread_lives(breaks, then):
     peer = Peer()
-    peer.idle_s = 0.02
+    peer.breaks, peer.idle_s = breaks, 0.01
     peer.goes_on.set()
     peer.post(Writing(1, batch()))
     assert peer.begun.wait(10)
     peer.post(Writing(2, batch()))
     assert peer.done() == [(1, Outcome.LANDED), (2, Outcome.LANDED)]
-    assert peer.did == [[1], "idle", "drop", "idle", [2], "drop", "end"]
-
-
-def test_what_has_nothing_to_do_is_told_so():
-    peer = Peer()
-    peer.idle_s = 0.01
-    peer.goes_on.set()
-    peer.post(Writing(1, batch()))
-    assert peer.begun.wait(10)
-    assert peer.done() == [(1, Outcome.LANDED)]
-    assert peer.did == [[1], "idle", "drop", "end"]
+    assert peer.did == [[1], "idle", *then, [2], "drop", "end"]

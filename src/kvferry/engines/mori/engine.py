@@ -134,7 +134,7 @@ class MoriEngine(PeerEngine[Instance, Blob]):
     def _look_every_s(self) -> float:
         return LOOK_EVERY_S if len(self._limbo) else HEAR_EVERY_S
 
-    def _closed(self) -> None:
+    def _threads_ended(self) -> None:
         self._limbo.close()
 
 

@@ -75,7 +75,7 @@ class PeerEngine(ABC, Generic[One, Said]):
     def _look_every_s(self) -> float:
         return 1.0
 
-    def _closed(self) -> None:
+    def _threads_ended(self) -> None:
         """When the peers' threads have ended, or were waited for long enough."""
 
     # -- the seam
@@ -183,7 +183,7 @@ class PeerEngine(ABC, Generic[One, Said]):
             each.relieve()
         for each in self._leaving:
             each.join(max(0.0, until - time.monotonic()))
-        self._closed()
+        self._threads_ended()
         self._served.close()
         self._served = None
 
