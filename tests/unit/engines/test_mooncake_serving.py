@@ -132,7 +132,7 @@ def test_listeners_are_told_apart_while_other_threads_look_at_them():
 
 def test_a_listener_is_found_once_where_its_duplicate_has_the_number_of_a_descriptor_that_was_just_closed(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as one:
-        names = [str(number) for number in (one.fileno(), *range(100))]
+        names = [str(number) for number in (one.fileno(), *range(one.fileno() + 1000))]
         monkeypatch.setattr("os.listdir", lambda _: names)
         port = one.getsockname()[1]
         with sockets.held([port])[port] as kept:
