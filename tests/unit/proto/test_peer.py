@@ -271,7 +271,22 @@ def test_a_tick_says_what_is_over_what_is_remembered_and_what_is_quiet(net, pref
     [tick] = ticks(prefill)[-1:]
     assert (tick.live_offers, tick.low_claim, tick.quiet_below) == (1, 1, 1)
     assert ticks(decode)[-1].want_ack
-    assert not tick.want_ack
+    assert tick.want_ack
+
+
+def test_a_claim_is_forgotten_though_both_sides_last_words_were_lost(net, prefill, decode):
+    claim = decode.open_claim([prefill])
+    decode.receive(decode.peer(prefill), Tick(1))  # said before the claim came there
+    net.deliver()
+    decode.abort(Kind.CLAIM, claim)
+    decode.clear(Kind.CLAIM, claim)
+    net.deliver()
+    net.wait(2, deliver=False)
+    net.lose()
+    assert prefill.book.links
+    assert decode.book.peers[decode.peer(prefill)].live_there == 0
+    net.wait(5)
+    assert not prefill.book.links
 
 
 def test_an_older_tick_is_ignored(stranger):
