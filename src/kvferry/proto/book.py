@@ -77,6 +77,7 @@ class Book:
         self.peers: dict[PeerId, Peer] = {}
         self.jobs: dict[int, Link] = {}
         self.stale: list[Link | SourceView] = []
+        self._touched: dict[Offer | Claim, Kind] = {}
         self.counts: Counter[str] = Counter()
         self.refused_peer = ""
         self.effects: list[Effect] = []
@@ -424,11 +425,17 @@ class Book:
         del self.jobs[job]
 
     def changed(self, kind: Kind, room: Offer | Claim) -> None:
-        """The room may look different now; said once for what happens at once."""
-        ends = room.claims_success if isinstance(room, Offer) else None
-        effect = Changed(kind, room.id, room.poll, room.bytes_landed, room.reason, ends)
-        if not self.effects or self.effects[-1] != effect:
-            self.emit(effect)
+        """The room may look different now; said once for what happens at once, after what peers wait for."""
+        self._touched[room] = kind
+
+    def show(self) -> None:
+        """Say how rooms look that may look different now."""
+        if not self._touched:
+            return
+        touched, self._touched = self._touched, {}
+        for room, kind in touched.items():
+            ends = room.claims_success if isinstance(room, Offer) else None
+            self.emit(Changed(kind, room.id, room.poll, room.bytes_landed, room.reason, ends))
 
     def bury(self, offer: Offer) -> None:
         """Remember why a room failed, for claims of it that are still to come."""
@@ -495,10 +502,12 @@ class Book:
         return thing.id
 
     def _flush(self) -> None:
-        stale, self.stale = self.stale, []
-        for end in stale:
-            if end.talk.changed:
-                self._say(end)
+        if self.stale:
+            stale, self.stale = self.stale, []
+            for end in stale:
+                if end.talk.changed:
+                    self._say(end)
+        self.show()
 
     def _say(self, end: Link | SourceView) -> None:
         end.talk.sent(self.now, self.times.tick_s)

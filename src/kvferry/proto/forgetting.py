@@ -67,6 +67,7 @@ def forget_claim(book: Book, claim: Claim) -> None:
         for peer in claim.views:
             book.peers[peer].claims.discard(claim.id)
         del book.claims[claim.id]
+        book.show()
         book.emit(Forget(Kind.CLAIM, claim.id))
 
 
@@ -75,4 +76,5 @@ def forget_offer(book: Book, offer: Offer) -> None:
     known = any(book.links.get((link.peer, link.info.claim)) is link for link in offer.links)
     if offer.cleared and offer.state in rules.SETTLED and not known:
         del book.offers[offer.id]
+        book.show()
         book.emit(Forget(Kind.OFFER, offer.id))
