@@ -1,6 +1,8 @@
-"""The writer's own checks of a batch, before any engine sees it."""
+"""The writer's own checks of a batch, before any engine sees it, and parts of one."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from kvferry.engines.intervals import Intervals
 from kvferry.plan.batch import Batch, Limits
@@ -28,7 +30,24 @@ def why_not(batch: Batch, sources: Intervals, limits: Limits) -> str:
             f"row {row} of {rows}, {int(batch.nbytes[row])} bytes at {int(batch.src[row]):#x} here, does not "
             "lie in one registered region of this process"
         )
-    total = int(batch.nbytes.sum())
+    total = int(np.add.reduce(batch.nbytes))
     if total != batch.total_bytes:
         return f"a batch says {batch.total_bytes} bytes and its rows add up to {total}"
     return ""
+
+
+def cut(batch: Batch, low: int, high: int) -> tuple[Batch, int]:
+    """The bytes low to high of a batch, counted over its rows, and the number of the row that they begin in."""
+    if (low, high) == (0, batch.total_bytes):
+        return batch, 0
+    ends = np.cumsum(batch.nbytes).astype(np.int64)
+    first, last = (int(np.searchsorted(ends, at, side="right")) for at in (low, high - 1))
+    some = slice(first, last + 1)
+    nbytes = batch.nbytes[some].copy()
+    before = low - int(ends[first] - nbytes[0])
+    nbytes[-1] -= np.uint64(int(ends[last]) - high)
+    nbytes[0] -= np.uint64(before)
+    src, dst = batch.src[some].copy(), batch.dst[some].copy()
+    src[0] += np.uint64(before)
+    dst[0] += np.uint64(before)
+    return Batch(src, dst, nbytes, high - low), first

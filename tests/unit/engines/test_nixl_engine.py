@@ -224,6 +224,17 @@ def test_a_target_that_deregistered_is_written_to_by_who_was_not_told(options):
     made.close()
 
 
+def test_a_process_that_has_outcomes_all_the_time_serves_its_peers_all_the_same(pair):
+    nobody, target = PeerId(77), pair.target.engine
+    ticket = pair.writer.engine.attach(pair.target.me, target.describe())
+    until = time.monotonic() + 10
+    while not any(done.ticket == ticket for done in pair.writer.engine.poll(0.001)):
+        refused = target.submit(nobody, pair.batch([0], [0], [10]))
+        assert [done.ticket for done in target.poll(0)] == [refused]
+        assert time.monotonic() < until
+    assert pair.write(pair.batch([0], [0], [10])).outcome is Outcome.LANDED
+
+
 # the process's end
 
 

@@ -12,6 +12,7 @@ from kvferry.engines.nixl import library, native, tryout
 from kvferry.engines.nixl.flight import Flight
 from kvferry.engines.nixl.memory import Memory, split
 from kvferry.engines.nixl.options import parse
+from kvferry.engines.nixl.transfer import Here
 from kvferry.engines.seam import Batch, Outcome, Region
 from kvferry.errors import ConfigError, EngineUnavailable
 
@@ -19,7 +20,7 @@ from kvferry.errors import ConfigError, EngineUnavailable
 
 
 def test_the_defaults_are_ucx_and_nothing_else():
-    assert parse({}) == ("UCX", {}, 10.0, 30.0)
+    assert parse({}) == ("UCX", {}, 10.0, 30.0, min(2, os.cpu_count()))
 
 
 def test_parameters_reach_the_backend_under_its_own_names():
@@ -46,6 +47,7 @@ def test_devices_by_gpu():
         ({"device": "mlx5_0"}, r"no option 'device' .*'backend', 'devices', .*'param.<name>'"),
         ({"param.": "x"}, "no option 'param.'"),
         ({"num_workers": "0"}, "'num_workers' of the NIXL engine is '0' .a number from 1 to 64"),
+        ({"copy_threads": "17"}, "'copy_threads' of the NIXL engine is '17' .a number from 1 to 16"),
         ({"ucx_error_handling_mode": "maybe"}, "one of peer, none"),
         ({"transfer_timeout_s": "soon"}, "'transfer_timeout_s' .* is 'soon'"),
         ({"attach_timeout_s": "nan"}, "more than 0"),
@@ -96,11 +98,11 @@ class Told:
 
 
 def flown(agent, *times, deadline=10.0):
-    flight = Flight(5, "peer", list(agent.said), deadline, deadline)
-    flight.post(agent)
+    flight = Flight(5, "peer", [Here(agent, handle) for handle in agent.said], deadline, deadline)
+    flight.post()
     found = list(flight.news(0.0))
     for now in times:
-        found += flight.look(agent, now)
+        found += flight.look(now)
     assert all(done.ticket == 5 for done in found)
     return flight, [done.outcome for done in found]
 
@@ -109,7 +111,7 @@ def test_it_lands_when_all_parts_are_over_and_not_before():
     agent = Told(a=[True], b=[False, False, True])
     flight, outcomes = flown(agent, 1.0)
     assert (flight.over, outcomes) == (False, [])
-    assert [done.outcome for done in flight.look(agent, 2.0)] == [Outcome.LANDED]
+    assert [done.outcome for done in flight.look(2.0)] == [Outcome.LANDED]
     assert flight.over
     assert agent.released == ["a", "b"]
 

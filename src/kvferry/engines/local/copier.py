@@ -17,6 +17,7 @@ import numpy as np
 
 from kvferry.engines.local.iovec import Cursor, row_at, vectors_of
 from kvferry.engines.local.syscalls import error_name, write_memory
+from kvferry.engines.rows import cut
 from kvferry.plan.batch import Batch
 from kvferry.workers import Workers
 
@@ -89,23 +90,6 @@ def _runs(batch: Batch) -> int:
     """Rows, neighbours counted as one: of long runs one thread copies as fast as memory allows."""
     apart = (np.diff(batch.src) != batch.nbytes[:-1]) | (np.diff(batch.dst) != batch.nbytes[:-1])
     return 1 + int(np.count_nonzero(apart))
-
-
-def cut(batch: Batch, low: int, high: int) -> tuple[Batch, int]:
-    """The bytes low to high of a batch, counted over its rows, and the number of the row that they begin in."""
-    if (low, high) == (0, batch.total_bytes):
-        return batch, 0
-    ends = np.cumsum(batch.nbytes).astype(np.int64)
-    first, last = (int(np.searchsorted(ends, at, side="right")) for at in (low, high - 1))
-    some = slice(first, last + 1)
-    nbytes = batch.nbytes[some].copy()
-    before = low - int(ends[first] - nbytes[0])
-    nbytes[-1] -= np.uint64(int(ends[last]) - high)
-    nbytes[0] -= np.uint64(before)
-    src, dst = batch.src[some].copy(), batch.dst[some].copy()
-    src[0] += np.uint64(before)
-    dst[0] += np.uint64(before)
-    return Batch(src, dst, nbytes, high - low), first
 
 
 def copy_rows(pid: int, batch: Batch) -> tuple[int, OSError | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,17 +13,18 @@ import numpy as np
 from kvferry.engines.nixl.library import Library
 from kvferry.engines.nixl.memory import HOST, Rows, host_row
 from kvferry.engines.nixl.native import TransferFailed, explain
+from kvferry.engines.nixl.transfer import Handle, Here
 from kvferry.engines.owner import Owner, keep_in_forks
 from kvferry.engines.seam import Region
 from kvferry.errors import EngineError, EngineUnavailable
+
+log = logging.getLogger("kvferry.engines")
 
 NONCE_BYTES = 32
 SLOTS = 64
 """Peers that can be probed at once."""
 ANSWERS = 1024
 """Writers that can be answered at once, unless two are given the same place: then one of them asks again."""
-
-Handle = Any
 
 
 class Agent:
@@ -135,16 +137,16 @@ class Agent:
 
     # -- transfers
 
-    def write(self, peer: str, here: Rows, there: Rows) -> Handle:
-        """Make a transfer that `post` begins; raises what the library raises, and then nothing was begun."""
+    def write(self, peer: str, here: Rows, there: Rows) -> Here:
+        """Make a transfer; raises what the library raises, and then nothing was begun."""
         return self._prepare("WRITE", peer, here, there)
 
-    def read(self, peer: str, there: int, slot: int) -> Handle:
+    def read(self, peer: str, there: int, slot: int) -> Here:
         """Make a transfer that reads NONCE_BYTES of a peer into a slot."""
         mine = host_row(self.page + slot * NONCE_BYTES, NONCE_BYTES)
         return self._prepare("READ", peer, mine, host_row(there, NONCE_BYTES))
 
-    def write_page(self, peer: str, page: int) -> Handle:
+    def write_page(self, peer: str, page: int) -> Here:
         """Make a transfer that writes to where peers may write to a peer's page."""
         return self.write(peer, host_row(self.page, NONCE_BYTES), host_row(page + NONCE_BYTES, NONCE_BYTES))
 
@@ -158,8 +160,10 @@ class Agent:
 
     def release(self, handle: Handle) -> None:
         """Free a transfer that is over, or whose peer was forgotten: freeing ends none that is under way."""
-        with contextlib.suppress(Exception):
+        try:
             self._native.release_xfer_handle(handle)
+        except Exception as error:  # noqa: BLE001 - whatever it raises: it is the library's to keep
+            log.debug("NIXL keeps a transfer: %r", error)
 
     def take_slot(self) -> int | None:
         """Reserve a slot of the page, if one is free."""
@@ -183,10 +187,10 @@ class Agent:
 
     # -- helpers
 
-    def _prepare(self, operation: str, peer: str, here: Rows, there: Rows) -> Handle:
+    def _prepare(self, operation: str, peer: str, here: Rows, there: Rows) -> Here:
         native = self._native
         mine, theirs = native.get_xfer_descs(here.table, here.kind), native.get_xfer_descs(there.table, there.kind)
-        return native.initialize_xfer(operation, mine, theirs, peer)
+        return Here(self, native.initialize_xfer(operation, mine, theirs, peer))
 
     def _register(self, region: Region) -> Any:
         kind, device = (HOST, 0) if region.device < 0 else ("VRAM", region.device)

@@ -12,16 +12,18 @@ from collections.abc import Sequence
 from kvferry.engines.findings import Finding
 from kvferry.engines.host import this_process
 from kvferry.engines.nixl import library
-from kvferry.engines.nixl.agent import NONCE_BYTES, Agent, Handle
+from kvferry.engines.nixl.agent import NONCE_BYTES, Agent
 from kvferry.engines.nixl.blob import VERSION, Blob, decode, encode
 from kvferry.engines.nixl.farewell import Attachment, Farewells
 from kvferry.engines.nixl.flight import Flight
+from kvferry.engines.nixl.lanes import SPLIT_BYTES, Lanes
 from kvferry.engines.nixl.memory import Memory, split, why_not_there
 from kvferry.engines.nixl.native import explain
 from kvferry.engines.nixl.options import Options, parse
 from kvferry.engines.nixl.peers import Peers
 from kvferry.engines.nixl.probe import Probe
 from kvferry.engines.nixl.serving import Serving
+from kvferry.engines.nixl.transfer import Transfer
 from kvferry.engines.owner import Owner, not_open
 from kvferry.engines.rows import why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
@@ -31,6 +33,9 @@ from kvferry.ids import PeerId
 from kvferry.plan.batch import Batch, Limits
 
 _LONGEST_NAP_S = 0.0005
+
+_STEP_EVERY_S = 0.001
+"""How often the library is driven at least while outcomes come without that."""
 
 
 class NixlEngine:
@@ -74,6 +79,7 @@ class NixlEngine:
         self._flights: list[Flight] = []
         self._unproven = Unproven()
         self._done: list[Done] = []
+        self._stepped_at = 0.0
 
     # -- the nine calls
 
@@ -92,7 +98,8 @@ class NixlEngine:
         self._incarnation = config.me.incarnation
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         name = f"kvferry-{self._incarnation:016x}-{secrets.token_hex(4)}"
-        self._agent = Agent(self._library, name, self._options.backend, self._options.parameters, self._nonce)
+        self._agent = self._new_agent(name, self._nonce)
+        self._lanes = Lanes(self._options.copy_threads, self._new_lane, self._options.attach_timeout_s)
         self._peers = Peers(self._agent)
         self._farewells = Farewells(self._agent)
         self._serving = Serving(self._agent, self._options, self._nonce)
@@ -114,6 +121,7 @@ class NixlEngine:
             if region.address <= 0 or region.nbytes <= 0 or region.address + region.nbytes > 1 << 62:
                 raise EngineError(f"region {number}, {region.nbytes} bytes at {region.address:#x}, is no memory")
         agent.replace_memory(regions)
+        self._lanes.register(regions)
         self._memory = Memory.of(regions)
         self._regions = [(region.address, region.nbytes, region.device) for region in regions]
 
@@ -190,15 +198,17 @@ class NixlEngine:
         """Collect outcomes and serve peers that write here, waiting up to budget_s while none is there."""
         agent = self._opened()
         began = time.monotonic()
+        if self._done and began - self._stepped_at < _STEP_EVERY_S:
+            return self._take_done()
         until = began + budget_s
         while True:
+            self._lanes.listen()
             self._step(agent)
             now = time.monotonic()
             if self._done or now >= until:
-                done, self._done = self._done, []
-                return done
+                return self._take_done()
             # short at first, when an answer is near
-            time.sleep(min((now - began) / 4, _LONGEST_NAP_S, until - now))
+            self._lanes.rest(min((now - began) / 4, _LONGEST_NAP_S, until - now))
 
     def fence(self, peer: PeerId, claim: int | None = None) -> Ticket:
         """Wait until the peer can't write any more; without FENCE it ends FAILED_QUIET at once with the reason."""
@@ -221,12 +231,14 @@ class NixlEngine:
             return
         self._farewells.close(self._remotes.values(), [flight.attachment for flight in self._flights])
         self._peers.forget_all()
+        self._lanes.end_threads()
         for probe in self._probes:
             probe.drop(agent)
         for flight in self._flights:
-            flight.drop(agent)
+            flight.drop()
         for left in (self._probes, self._flights, self._done, self._remotes):
             left.clear()
+        self._lanes.close()
         agent.close()
 
     # -- for people
@@ -245,6 +257,7 @@ class NixlEngine:
             "attaching": len(self._probes),
             "in_flight": len(self._flights),
             "overdue": sum(flight.overdue for flight in list(self._flights)),
+            **self._lanes.info(),
             **self._serving.info(),
         }
 
@@ -256,11 +269,21 @@ class NixlEngine:
 
     # -- helpers
 
+    def _take_done(self) -> list[Done]:
+        done, self._done = self._done, []
+        return done
+
     def _opened(self) -> Agent:
         if self._agent is None:
             raise not_open(self.name)
         self._owner.check()
         return self._agent
+
+    def _new_agent(self, name: str, nonce: bytes) -> Agent:
+        return Agent(self._library, name, self._options.backend, self._options.parameters, nonce)
+
+    def _new_lane(self) -> Agent:
+        return self._new_agent(f"kvferry-{self._incarnation:016x}-{secrets.token_hex(4)}", bytes(NONCE_BYTES))
 
     def _in_use(self) -> set[str]:
         """Agents that something is under way to which an outcome is owed, or a later proof."""
@@ -268,7 +291,9 @@ class NixlEngine:
 
     def _forget_unused(self, agent: Agent) -> None:
         attached = {remote.name for remote in self._remotes.values()}
-        forgotten = self._peers.forget_unused(self._in_use() | attached | self._farewells.names)
+        wanted = self._in_use() | attached | self._farewells.names
+        forgotten = self._peers.forget_unused(wanted)
+        self._lanes.forget_unused(wanted)
         # attempts to attach that were given up: nothing of value can be written by them
         for probe in [probe for probe in self._probes if probe.name in forgotten]:
             probe.drop(agent)
@@ -278,6 +303,7 @@ class NixlEngine:
         left = self._remotes.pop(peer, None)
         if left is not None:
             self._farewells.add(left)
+            self._lanes.leave(left)
         for probe in self._probes:
             if probe.peer == peer:
                 probe.give_up(cause)
@@ -288,18 +314,23 @@ class NixlEngine:
         self._farewells.step([flight.attachment for flight in self._flights if not flight.over], attaching)
 
     def _write(self, agent: Agent, ticket: Ticket, remote: Attachment, batch: Batch) -> None:
-        handles: list[Handle] = []
+        transfers: list[Transfer] = []
         try:
-            for here, there in split(batch, self._memory, remote.memory):
-                handles.append(agent.write(remote.name, here, there))
+            parts = self._lanes.parts(remote, batch)
+            writer: Agent | Lanes = self._lanes if parts else agent
+            for part in parts or [batch]:
+                for here, there in split(part, self._memory, remote.memory):
+                    transfers.append(writer.write(remote.name, here, there))
         except Exception as error:  # noqa: BLE001 - whatever it raises: nothing was posted
-            for handle in handles:
-                agent.release(handle)
+            for transfer in transfers:
+                transfer.free()
             self._done.append(Done(ticket, Outcome.FAILED_QUIET, *explain(error)))
             return
         timeout_s = self._options.transfer_timeout_s
-        flight = Flight(ticket, remote.name, handles, time.monotonic() + timeout_s, timeout_s, remote)
-        flight.post(agent)
+        flight = Flight(ticket, remote.name, transfers, time.monotonic() + timeout_s, timeout_s, remote)
+        flight.post()
+        if flight.over and not flight.failed and batch.total_bytes >= SPLIT_BYTES:
+            self._lanes.want(remote)
         self._note(flight)
         self._done += flight.news(time.monotonic())
         if not flight.over:
@@ -307,13 +338,14 @@ class NixlEngine:
 
     def _step(self, agent: Agent) -> None:
         self._done += self._serving.step(time.monotonic())
-        now = time.monotonic()
+        self._stepped_at = now = time.monotonic()
         for flight in self._flights:
-            self._done += flight.look(agent, now)
+            self._done += flight.look(now)
             self._note(flight)
         self._done += self._unproven.news(now)
         for probe in self._probes:
             self._advance(agent, probe, now)
+        self._lanes.step(self._in_use, now)
         self._say_farewell()
         flights = [flight for flight in self._flights if not flight.over]
         probes = [probe for probe in self._probes if not probe.over]
@@ -336,6 +368,7 @@ class NixlEngine:
     def _note(self, flight: Flight) -> None:
         if flight.failed:
             self._peers.doubt(flight.name)
+            self._lanes.doubt(flight.name)
             assert flight.attachment is not None
             flight.attachment.is_doubtful = True
             if flight.over:

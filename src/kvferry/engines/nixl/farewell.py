@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.engines.host import Process
 from kvferry.engines.nixl.agent import Agent
+from kvferry.engines.nixl.blob import Blob
 from kvferry.engines.nixl.greeting import Bye, pack
 from kvferry.engines.nixl.memory import Memory
 from kvferry.ids import PeerId
@@ -19,19 +20,27 @@ class Attachment:
 
     Attributes:
         peer: who it is.
-        name: its agent.
+        said: what it has said.
         memory: what it has registered.
-        process: it runs in, if it says so.
         number: that it knows this attachment by; b"" if it keeps no book.
         is_doubtful: a write has failed: nobody knows when its rows are no longer on their way.
     """
 
     peer: PeerId
-    name: str
+    said: Blob
     memory: Memory
-    process: Process | None
     number: bytes
     is_doubtful: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its agent."""
+        return self.said.name
+
+    @property
+    def process(self) -> Process | None:
+        """It runs in, if it says so."""
+        return self.said.process
 
 
 class Farewells:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvferry.engines.nixl.agent import Agent, Handle
 from kvferry.engines.nixl.farewell import Attachment
 from kvferry.engines.nixl.native import NativeError, explain
+from kvferry.engines.nixl.transfer import Transfer
 from kvferry.engines.seam import Done, Outcome, Ticket
 
 
@@ -23,13 +23,13 @@ class Flight:
     """
 
     def __init__(
-        self, ticket: Ticket, name: str, handles: list[Handle], deadline: float, timeout_s: float,
+        self, ticket: Ticket, name: str, transfers: list[Transfer], deadline: float, timeout_s: float,
         attachment: Attachment | None = None,
     ) -> None:  # fmt: skip
         self.ticket = ticket
         self.name = name
         self.attachment = attachment
-        self._handles = handles
+        self._left = transfers
         self._deadline = deadline
         self._timeout_s = timeout_s
         self._failure: NativeError | None = None
@@ -38,7 +38,7 @@ class Flight:
     @property
     def over(self) -> bool:
         """Whether the library has nothing of it any more."""
-        return not self._handles
+        return not self._left
 
     @property
     def failed(self) -> bool:
@@ -48,20 +48,20 @@ class Flight:
     @property
     def overdue(self) -> bool:
         """Whether it has failed and is still under way."""
-        return self._is_told and bool(self._handles)
+        return self._is_told and bool(self._left)
 
-    def post(self, agent: Agent) -> None:
+    def post(self) -> None:
         """Begin all of it, or as much as goes without a failure."""
-        for handle in list(self._handles):
+        for transfer in list(self._left):
             if self._failure is None:
-                self._advance(agent, handle, agent.post)
+                self._advance(transfer, transfer.begin)
             else:
-                self._end(agent, handle)
+                self._end(transfer)
 
-    def look(self, agent: Agent, now: float) -> Iterator[Done]:
+    def look(self, now: float) -> Iterator[Done]:
         """See how far it is; gives what is to be told of it."""
-        for handle in list(self._handles):
-            self._advance(agent, handle, agent.is_done)
+        for transfer in list(self._left):
+            self._advance(transfer, transfer.is_over)
         yield from self.news(now)
 
     def news(self, now: float) -> Iterator[Done]:
@@ -69,27 +69,27 @@ class Flight:
         if not self._is_told and self._failure is not None:
             self._is_told = True
             yield Done(self.ticket, Outcome.FAILED_UNKNOWN, *self._failure)
-        elif not self._is_told and self._handles and now >= self._deadline:
+        elif not self._is_told and self._left and now >= self._deadline:
             self._is_told = True
             cause = f"not over after {self._timeout_s:g} s; it may still be written"
             yield Done(self.ticket, Outcome.FAILED_UNKNOWN, cause, "deadline")
-        elif not self._handles and self._failure is None:
+        elif not self._left and self._failure is None:
             yield Done(self.ticket, Outcome.QUIET if self._is_told else Outcome.LANDED)
 
-    def drop(self, agent: Agent) -> None:
+    def drop(self) -> None:
         """Free what is left of it, after its peer was forgotten."""
-        for handle in list(self._handles):
-            self._end(agent, handle)
+        for transfer in list(self._left):
+            self._end(transfer)
 
-    def _advance(self, agent: Agent, handle: Handle, step: Callable[[Handle], bool]) -> None:
+    def _advance(self, transfer: Transfer, step: Callable[[], bool]) -> None:
         try:
-            is_over = step(handle)
+            is_over = step()
         except Exception as error:  # noqa: BLE001 - whatever it raises: it failed, and the table says what it means
             self._failure = self._failure or explain(error)
             is_over = True
         if is_over:
-            self._end(agent, handle)
+            self._end(transfer)
 
-    def _end(self, agent: Agent, handle: Handle) -> None:
-        self._handles.remove(handle)
-        agent.release(handle)
+    def _end(self, transfer: Transfer) -> None:
+        self._left.remove(transfer)
+        transfer.free()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -12,12 +13,14 @@ from kvferry.errors import ConfigError
 
 KNOWN = (
     "backend", *devices.OPTIONS, "ucx_error_handling_mode", "num_workers", "attach_timeout_s", "transfer_timeout_s",
+    "copy_threads",
 )  # fmt: skip
 PARAMETER = "param."
 """An option with this prefix is handed to the backend under the rest of its name."""
 
 _ERROR_MODES = ("peer", "none")
 _MAX_WORKERS = 64
+MAX_THREADS = 16
 
 
 class Options(NamedTuple):
@@ -28,12 +31,14 @@ class Options(NamedTuple):
         parameters: what it is created with.
         attach_timeout_s: seconds until a peer that can't be written to yet is given up.
         transfer_timeout_s: seconds until a batch that is not over counts as failed.
+        copy_threads: threads that copy a large batch where the backend copies it in the call that begins it.
     """
 
     backend: str
     parameters: dict[str, str]
     attach_timeout_s: float
     transfer_timeout_s: float
+    copy_threads: int
 
 
 def parse(options: Mapping[str, str]) -> Options:
@@ -48,6 +53,7 @@ def parse(options: Mapping[str, str]) -> Options:
     return Options(
         options.get("backend", "UCX"), _parameters(options),
         seconds_of(options, "attach_timeout_s", "10", "NIXL"), seconds_of(options, "transfer_timeout_s", "30", "NIXL"),
+        _number(options, "copy_threads", min(2, os.cpu_count() or 1), MAX_THREADS),
     )  # fmt: skip
 
 
@@ -64,12 +70,16 @@ def _parameters(options: Mapping[str, str]) -> dict[str, str]:
         if mode not in _ERROR_MODES:
             raise _wrong("ucx_error_handling_mode", mode, f"one of {', '.join(_ERROR_MODES)}")
         found["ucx_error_handling_mode"] = mode
-    workers = options.get("num_workers")
-    if workers is not None:
-        if not workers.isdecimal() or not 1 <= int(workers) <= _MAX_WORKERS:
-            raise _wrong("num_workers", workers, f"a number from 1 to {_MAX_WORKERS}")
-        found["num_workers"] = workers
+    if "num_workers" in options:
+        found["num_workers"] = str(_number(options, "num_workers", 1, _MAX_WORKERS))
     return found
+
+
+def _number(options: Mapping[str, str], name: str, default: int, most: int) -> int:
+    text = options.get(name, str(default))
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise _wrong(name, text, f"a number from 1 to {most}")
+    return int(text)
 
 
 def _wrong(name: str, text: str, hint: str) -> ConfigError:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 import msgspec
 
 from kvferry.engines.host import Process
-from kvferry.engines.nixl.agent import NONCE_BYTES, Agent, Handle
+from kvferry.engines.nixl.agent import NONCE_BYTES, Agent
 from kvferry.engines.nixl.blob import Blob
 from kvferry.engines.nixl.farewell import Attachment
 from kvferry.engines.nixl.flight import Flight
 from kvferry.engines.nixl.greeting import NUMBER_BYTES, Hello, answer_to, pack, place_of
 from kvferry.engines.nixl.memory import Memory
 from kvferry.engines.nixl.native import explain
+from kvferry.engines.nixl.transfer import Transfer
 from kvferry.engines.seam import Done, Outcome, Ticket
 from kvferry.ids import PeerId
 
@@ -88,7 +89,7 @@ class Probe:
         """What has landed."""
         said = self._blob
         number = self.number if said.answers else b""
-        return Attachment(self.peer, said.name, Memory.of(said.memory()), said.process, number)
+        return Attachment(self.peer, said, Memory.of(said.memory()), number)
 
     def begin(self, agent: Agent) -> None:
         """Ask for the nonce."""
@@ -99,7 +100,7 @@ class Probe:
         if self.done is None and self._flight is None:
             self._ask(agent, now)
         while self._flight is not None:
-            for found in self._flight.look(agent, now):
+            for found in self._flight.look(now):
                 if found.outcome is not Outcome.LANDED:
                     self._end(Outcome.FAILED_QUIET, self._cause(found), found.native)
             if not self._flight.over:
@@ -121,7 +122,7 @@ class Probe:
     def drop(self, agent: Agent) -> None:
         """Free what is left of it: it is over, or its peer was forgotten."""
         if self._flight is not None:
-            self._flight.drop(agent)
+            self._flight.drop()
             self._flight = None
         slot, self._slot = self._slot, None
         if slot is not None:
@@ -137,7 +138,7 @@ class Probe:
         if self._blob.answers:
             self._hello = msgspec.structs.replace(self._hello, nonce=nonce)
         self._next = self._was_written
-        self._fly(agent, lambda: agent.write_page(self.name, self._blob.page))
+        self._fly(lambda: agent.write_page(self.name, self._blob.page))
 
     def _was_written(self, _agent: Agent) -> None:
         if not self._blob.answers:
@@ -174,16 +175,16 @@ class Probe:
     def _read(self, agent: Agent, there: int) -> None:
         slot = self._slot
         assert slot is not None
-        self._fly(agent, lambda: agent.read(self.name, there, slot))
+        self._fly(lambda: agent.read(self.name, there, slot))
 
-    def _fly(self, agent: Agent, make: Callable[[], Handle]) -> None:
+    def _fly(self, make: Callable[[], Transfer]) -> None:
         try:
-            handle = make()
+            transfer = make()
         except Exception as error:  # noqa: BLE001 - whatever it raises: this peer can't be written to
             self._end(Outcome.FAILED_QUIET, *explain(error))
             return
-        self._flight = Flight(self.ticket, self.name, [handle], self._deadline, self._timeout_s)
-        self._flight.post(agent)
+        self._flight = Flight(self.ticket, self.name, [transfer], self._deadline, self._timeout_s)
+        self._flight.post()
 
     def _cause(self, done: Done) -> str:
         return NO_ANSWER.format(self._timeout_s) if done.native == "deadline" else done.cause

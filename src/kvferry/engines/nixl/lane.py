@@ -1,0 +1,156 @@
+"""An agent that copies beside the engine's own: nobody writes to it, and it connects to whom the engine knows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from functools import partial
+
+import msgspec
+
+from kvferry.engines.nixl.agent import Agent
+from kvferry.engines.nixl.farewell import Attachment
+from kvferry.engines.nixl.memory import Rows
+from kvferry.engines.nixl.native import explain
+from kvferry.engines.nixl.peers import Peers
+from kvferry.engines.nixl.probe import Probe
+from kvferry.engines.nixl.transfer import Transfer
+from kvferry.engines.seam import Region
+
+log = logging.getLogger("kvferry.engines")
+
+PROGRESS_EVERY_S = 0.1
+"""How often an idle agent hears what becomes of its connections."""
+
+
+class Lane:
+    """All methods but `write` are called by the engine's thread.
+
+    Attributes:
+        problem: why it is of no use, or "".
+    """
+
+    def __init__(self, making: Future[Agent], timeout_s: float) -> None:
+        """Prepare it.
+
+        Args:
+            making: the agent, once it is made.
+            timeout_s: after how many seconds a peer that can't be connected to is given up.
+        """
+        self.problem = ""
+        self._making = making
+        self._timeout_s = timeout_s
+        self._agent: Agent | None = None
+        self._peers: Peers | None = None
+        self._regions: Sequence[Region] = ()
+        self._waiting: list[Attachment] = []
+        self._probes: dict[Attachment, Probe] = {}
+        self._reached: set[Attachment] = set()
+        self._progress_at = 0.0
+
+    def reaches(self, attachment: Attachment) -> bool:
+        """Whether it can write there."""
+        return attachment in self._reached and not self.problem
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Replace the memory that is read; waits for what it is copying."""
+        self._regions = regions
+        if self._agent is not None and not self.problem:
+            self._guarded(partial(self._agent.replace_memory, regions))
+
+    def connect(self, attachment: Attachment) -> None:
+        """Connect to a peer that the engine has attached."""
+        self._waiting.append(attachment)
+
+    def leave(self, attachment: Attachment) -> None:
+        """Begin nothing more there."""
+        self._reached.discard(attachment)
+        if attachment in self._waiting:
+            self._waiting.remove(attachment)
+        if attachment in self._probes:
+            self._probes[attachment].give_up("left")
+
+    def step(self, in_use: Callable[[], Set[str]], now: float) -> None:
+        """Go on connecting, and hear what becomes of connections; see Lanes.step."""
+        if self._agent is None:
+            self._start()
+        if self._agent is None or self.problem:
+            return
+        for attachment in self._waiting:
+            self._begin(self._agent, attachment, in_use(), now)
+        self._waiting.clear()
+        for attachment, probe in list(self._probes.items()):
+            self._advance(self._agent, attachment, probe, now)
+        if now - self._progress_at >= PROGRESS_EVERY_S:
+            self._progress_at = now
+            self._guarded(self._agent.progress)
+
+    def doubt(self, name: str) -> None:
+        """A transfer to a peer's agent has failed: it is connected anew when it is needed again."""
+        if self._peers is not None:
+            self._peers.doubt(name)
+
+    def forget_unused(self, wanted: Set[str]) -> None:
+        """Forget agents of peers as the engine does."""
+        if self._peers is not None:
+            self._peers.forget_unused(wanted | {probe.name for probe in self._probes.values()})
+
+    def write(self, peer: str, here: Rows, there: Rows) -> Transfer:
+        """Make a transfer; raises what the library raises. By one thread at a time."""
+        assert self._agent is not None
+        return self._agent.write(peer, here, there)
+
+    def close(self) -> None:
+        """End the agent, which nothing is begun with any more."""
+        self._start()
+        if self._agent is None or self._peers is None:
+            return
+        for probe in self._probes.values():
+            probe.drop(self._agent)
+        self._peers.forget_all()
+        self._agent.close()
+
+    # -- helpers
+
+    def _start(self) -> None:
+        """Look whether the agent is made."""
+        if self._making.done() and not self._making.cancelled() and not self.problem:
+            self._guarded(self._take_agent)
+
+    def _take_agent(self) -> None:
+        self._agent = self._making.result()
+        self._peers = Peers(self._agent)
+        self._agent.replace_memory(self._regions)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever it raises: the engine's own agent does it all
+            self.problem = explain(error).cause
+            log.warning("NIXL copies with one thread: %s", self.problem)
+
+    def _begin(self, agent: Agent, attachment: Attachment, in_use: Set[str], now: float) -> None:
+        slot, peers = agent.take_slot(), self._peers
+        if slot is None or peers is None:
+            return
+        # the attachment as a whole was asked for, and let in
+        said = msgspec.structs.replace(attachment.said, answers=0)
+        probe = Probe(attachment.peer, 0, said, slot, now + self._timeout_s, self._timeout_s, 0, None)
+        self._probes[attachment] = probe
+        try:
+            peers.load(said, in_use)
+        except Exception as error:  # noqa: BLE001 - whatever it raises: this peer is written to without it
+            probe.give_up(explain(error).cause)
+            return
+        probe.begin(agent)
+
+    def _advance(self, agent: Agent, attachment: Attachment, probe: Probe, now: float) -> None:
+        probe.step(agent, now)
+        if probe.failed:
+            self.doubt(probe.name)
+        if probe.over:
+            probe.drop(agent)
+            del self._probes[attachment]
+            if probe.has_landed:
+                self._reached.add(attachment)
