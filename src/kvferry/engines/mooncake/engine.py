@@ -45,7 +45,7 @@ class MooncakeEngine(PeerEngine[Instance, Blob]):
     """
 
     name = "mooncake"
-    caps = Caps.FENCE
+    caps = Caps.FENCE | Caps.ANY_THREAD
     limits = LIMITS
 
     def __init__(self) -> None:
