@@ -99,7 +99,7 @@ class PageSpaces:
             raise InputError(f"{where}: shape {array.shape} is not one-dimensional", hint="pass a flat list of pages")
         if array.dtype.kind not in "iu":
             raise InputError(f"{where}: dtype {array.dtype} is no integer type", hint="pass int32 or int64")
-        low, high, pages = int(array.min()), int(array.max()), self.pages.get(space, 0)
+        low, high, pages = int(np.minimum.reduce(array)), int(np.maximum.reduce(array)), self.pages.get(space, 0)
         if low < 0 or high >= pages:
             bad = low if low < 0 else high
             raise InputError(

@@ -224,9 +224,13 @@ def small_look(leg: Leg, size: Size, side: int) -> tuple[Look, int] | None:
     if cooked is None:
         return None
     kept: Recent[Look] = leg.noted("looks", Recent)
-    lo, hi = leg.extent(size.prefix_tokens, size.end_tokens, size.rows)
-    made = kept.get((size, side), lambda: look(leg, lo, hi, size.end_tokens, side, full=False).kept(), lambda _: True)
+    made = kept.get((size, side), lambda: _small_look(leg, size, side), lambda _: True)
     return made, cooked.first_pages[side]
+
+
+def _small_look(leg: Leg, size: Size, side: int) -> Look:
+    lo, hi = leg.extent(size.prefix_tokens, size.end_tokens, size.rows)
+    return look(leg, lo, hi, size.end_tokens, side, full=False).kept()
 
 
 class _Part(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -150,10 +150,11 @@ def landed(route: Route, facts: ClaimFacts, nbytes: int, *, full: bool) -> Looks
     return Looks(route, 1, _rows(facts.pages), prefix, prefix, facts.end_tokens, full, nbytes)
 
 
-def pages_of(chunks: Iterable[Chunk]) -> dict[str, bytes]:
+def pages_of(chunks: Sequence[Chunk]) -> dict[str, bytes]:
     """All page lists of an offer, one after the other."""
-    pages: dict[str, bytes] = {}
-    for chunk in chunks:
+    first, *more = chunks
+    pages = dict(first.pages)
+    for chunk in more:
         for space, data in chunk.pages.items():
             pages[space] = pages.get(space, b"") + data
     return pages
@@ -273,11 +274,17 @@ class Digests:
         failed: Callable[[str], None],
     ) -> None:
         """Read one side, in two shares at once if it is large."""
-        of = 2 if looks.nbytes > SHARED_BYTES and looks.is_prepared else 1
-        shares = _Shares(of, done, failed)
-        for number in range(of):
-            share = number, of
-            self._post(looks.nbytes, partial(shares.read, looks, pages, share), shares.failed)
+        if looks.nbytes > SHARED_BYTES and looks.is_prepared:
+            shares = _Shares(2, done, failed)
+            for number in range(2):
+                self._post(looks.nbytes, partial(shares.read, looks, pages, (number, 2)), shares.failed)
+            return
+
+        def read_all() -> None:
+            places = looks.places(pages)
+            done(places, [place.sums(full=looks.full) for place in places])
+
+        self._post(looks.nbytes, read_all, failed)
 
     def _tell(self, action: Callable[[], None]) -> None:
         self._node.control.call(action)

@@ -28,6 +28,7 @@ BURST = 256
 """Frames taken from one socket before the others have their turn."""
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
+_POLLIN = int(zmq.POLLIN)
 _UNSPOKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _UNSPOKEN |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -160,7 +161,7 @@ class Links:
                 socket.send(data, zmq.NOBLOCK)
             else:
                 socket.send(data, zmq.NOBLOCK)
-            if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if int(socket.getsockopt(zmq.EVENTS)) & _POLLIN:
                 self._carried.add(socket)
         except zmq.Again:
             return True

@@ -39,7 +39,9 @@ class RoomView:
         self.started_s = time.monotonic()
         self.pages_s = 0.0
         self.ended_s = 0.0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
         self._fd = -1
         self._closed = False
 
@@ -65,11 +67,13 @@ class RoomView:
     def release(self) -> None:
         """The pages are free."""
         self.released = True
-        self._notify()
+        if self.poll in TERMINAL:  # else the end comes next, and is told
+            self._notify()
 
     def _notify(self) -> None:
-        with self._changed:  # close() may run at the same time; a reused descriptor is not ours to write
-            self._changed.notify_all()
+        with self._lock:  # close() may run at the same time; a reused descriptor is not ours to write
+            if self._waiting:
+                self._changed.notify_all()
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
 
@@ -78,7 +82,11 @@ class RoomView:
     def wait(self, timeout_s: float) -> KVPoll:
         """Block until the room has ended, or for timeout_s."""
         with self._changed:
-            self._changed.wait_for(lambda: self.poll in TERMINAL, timeout_s)
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: self.poll in TERMINAL, timeout_s)
+            finally:
+                self._waiting -= 1
         return self.poll
 
     def fileno(self) -> int:

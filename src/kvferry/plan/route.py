@@ -160,8 +160,7 @@ class Route:
         """
         if sends is None:
             return self
-        key = tuple(sorted((space, tuple(fields)) for space, fields in sends.items()))
-        return self._narrowed.get(key, lambda: self._only(sends), lambda _: True)
+        return self._narrowed.get(str(sends), lambda: self._only(sends), lambda _: True)
 
     def _only(self, sends: Mapping[str, Sequence[str]]) -> Route:
         return Route(self.src_rank, self.dst_rank, {space: self.leg(space).only(each) for space, each in sends.items()})

@@ -98,7 +98,7 @@ def small_batch(
         return None
     rows = columns[0] if len(columns) == 1 else [np.concatenate(column) for column in zip(*columns, strict=True)]
     at, to, nbytes = (column.view(np.uint64) for column in rows)
-    return Batch(at, to, nbytes, int(nbytes.sum()), claim, chunk)
+    return Batch(at, to, nbytes, int(np.add.reduce(nbytes)), claim, chunk)
 
 
 def _fits(leg: Leg, pattern: Pattern, side: int, pages: I64, first_page: int) -> bool:

@@ -425,7 +425,7 @@ class Book:
         del self.jobs[job]
 
     def changed(self, kind: Kind, room: Offer | Claim) -> None:
-        """The room may look different now; said once for what happens at once, after what peers wait for."""
+        """The room may look different now; said once for what happens at once."""
         self._touched[room] = kind
 
     def show(self) -> None:
@@ -502,12 +502,12 @@ class Book:
         return thing.id
 
     def _flush(self) -> None:
+        self.show()  # nobody hears of a room from its peer before its own scheduler can see it
         if self.stale:
             stale, self.stale = self.stale, []
             for end in stale:
                 if end.talk.changed:
                     self._say(end)
-        self.show()
 
     def _say(self, end: Link | SourceView) -> None:
         end.talk.sent(self.now, self.times.tick_s)

@@ -16,6 +16,8 @@ from kvferry.wire import Canary, Tick, TransferInfo, TransferStatus
 class Kind(enum.Enum):
     """Which of a process's two books of rooms."""
 
+    __hash__ = object.__hash__  # the enum's own is Python code, and members are in keys all the time
+
     OFFER = "offer"
     CLAIM = "claim"
 

@@ -273,7 +273,8 @@ class Offer:
         full = self.book.peers[link.peer].digest == "full"
         end = match.end_tokens(self.facts, link.info)
         chunks, first = tuple(self.chunks), self.facts.first_token
-        nbytes = link.own_bytes(self.facts)
+        said = link.info.expected_bytes  # compared with this side's own number when the claim joined
+        nbytes = link.own_bytes(self.facts) if said is None else said
         self.book.emit(Digest(job, self.id, link.peer, chunks, link.info, first, end, full, nbytes))
 
     def credit(self, link: Link, job: int, nbytes: int, landed: bool) -> None:

@@ -67,7 +67,7 @@ class Peer:
         if self.state is not PeerState.READY or now < self._tick_at:
             return None
         low, live = forgetting.low_claim(book, self), self.links
-        # what is remembered here of the peer's claims, too: its last word on them may be lost, and so may this one's tick
+        # also of what is remembered here: the peer's last word on it may be lost, and this side's tick as well
         wants = self.live_there > 0 or live > 0 or forgetting.unproven_before(book, self)
         if not (wants or self._owed or low != self._low_sent or live != self._live_sent):
             return None

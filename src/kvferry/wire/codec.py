@@ -52,6 +52,6 @@ def unpack_pages(data: bytes) -> npt.NDArray[np.int32]:
     if len(data) % 4:
         raise WireError(f"page list of {len(data)} bytes is no whole number of int32")
     pages = np.frombuffer(data, "<i4")
-    if len(pages) and pages.min() < 0:
-        raise WireError(f"page list holds the negative index {pages.min()}")
+    if len(pages) and (least := np.minimum.reduce(pages)) < 0:
+        raise WireError(f"page list holds the negative index {least}")
     return pages
