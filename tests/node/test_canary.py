@@ -1,6 +1,7 @@
 """Bytes that are wrong never reach a user: the canary compares what was sent with what landed."""
 
 import ctypes
+import errno
 import mmap
 import threading
 import time
@@ -12,7 +13,8 @@ from kvferry import KVArgs, KVClassType, KVPoll, get_kv_class
 from kvferry.engines.seam import Region
 from kvferry.errors import Blame, Code, ConfigError, EngineError
 from kvferry.layout import Device
-from kvferry.node.memory_reader import Mapped
+from kvferry.node import memory_reader
+from kvferry.node.memory_reader import Mapped, read_few, read_many
 from kvferry.presets import page_major
 
 MAP_FIXED = 0x10  # not in the mmap module
@@ -153,6 +155,45 @@ def test_memory_that_is_gone_is_found_and_named():
     rest.check()
 
 
+@pytest.mark.parametrize("nbytes", [1, 24, 64, 4096])
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 1024, 2500])
+def test_the_kernel_and_numpy_read_the_same(nbytes, count):
+    random = np.random.default_rng(count + nbytes)
+    memory = random.integers(0, 256, 1 << 20, np.uint8)
+    addresses = memory.ctypes.data + random.integers(0, memory.nbytes - nbytes, count)
+    few, many = read_few(addresses, nbytes), read_many(addresses, nbytes)
+    assert few.tobytes() == many.tobytes()
+    assert len(few) == len(many) == count
+    assert few.itemsize == nbytes
+
+
+def test_the_kernel_says_which_of_few_places_is_gone():
+    size = 4 * mmap.PAGESIZE
+    memory, there = mmap.mmap(-1, size), np.zeros(64, np.uint8)
+    gone = np.frombuffer(memory, np.uint8).ctypes.data + mmap.PAGESIZE
+    memory.close()
+    map_again(gone - mmap.PAGESIZE, size)
+    for before in (0, 1, 1023, 1024, 1500):
+        addresses = np.array([there.ctypes.data] * before + [gone, there.ctypes.data], np.int64)
+        with pytest.raises(EngineError, match=f"registered memory at {gone:#x} can't be read any more"):
+            read_few(addresses, 64)
+
+
+def test_where_the_kernel_does_not_let_a_process_read_itself_numpy_does(make, kit, monkeypatch):
+    def refused(*_):
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(memory_reader, "_process_vm_readv", refused)
+    assert read_few(np.array([1], np.int64), 64) is None
+    prefill, decode = make("prefill", "faulty"), make("decode", "faulty")
+    rows = prefill.fill([1, 2], seed=1)
+    receiver = kit.claim(decode, prefill, 1, [5, 6])
+    kit.offer(prefill, 1, [1, 2])
+    assert receiver.wait(5) is KVPoll.Success
+    assert (decode.pages([5, 6]) == rows).all()
+
+
 def test_memory_that_was_unmapped_fails_the_room_and_not_the_process(make, kit):
     layout = page_major("toy", layers=3, kv_heads=2, head_dim=8, dtype="float16", pages=32, page_tokens=16)
     size = max(tensor.address + tensor.nbytes for tensor in layout.tensors)
@@ -171,7 +212,7 @@ def test_memory_that_was_unmapped_fails_the_room_and_not_the_process(make, kit):
         owner.node.engine.release()
         assert receiver.wait(5) is KVPoll.Failed
         assert sender.wait(5) is KVPoll.Failed
-        receiver = kit.claim(decode, owner.endpoint, 6, [4])
+        receiver = kit.claim(decode, owner.endpoint, 6, [5])  # those of the first may still be held
         sender = kit.offer(type("Side", (), {"manager": owner}), 6, [7])
         assert receiver.wait(5) is KVPoll.Failed
 
@@ -218,7 +259,7 @@ def test_what_several_threads_have_read_is_put_together_once(monkeypatch):
         def __init__(self, number):
             self.number = number
 
-        def sums(self, *, full, share):
+        def sums(self, read, *, full, share):
             return Sums(np.array([share[0] + 1], np.uint64), np.array([1], np.uint64))
 
     class Looks:
@@ -229,7 +270,7 @@ def test_what_several_threads_have_read_is_put_together_once(monkeypatch):
 
     for _ in range(200):
         found = []
-        shares = _Shares(8, lambda places, sums: found.append(sums), found.append)  # noqa: B023
+        shares = _Shares(8, lambda looks: None, lambda places, sums: found.append(sums), found.append)  # noqa: B023
         threads = [threading.Thread(target=shares.read, args=(Looks(), {}, (number, 8))) for number in range(8)]
         for thread in threads:
             thread.start()

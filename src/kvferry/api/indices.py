@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +100,8 @@ class PageSpaces:
             raise InputError(f"{where}: shape {array.shape} is not one-dimensional", hint="pass a flat list of pages")
         if array.dtype.kind not in "iu":
             raise InputError(f"{where}: dtype {array.dtype} is no integer type", hint="pass int32 or int64")
-        low, high, pages = int(np.minimum.reduce(array)), int(np.maximum.reduce(array)), self.pages.get(space, 0)
+        low, high = _bounds(array)
+        pages = self.pages.get(space, 0)
         if low < 0 or high >= pages:
             bad = low if low < 0 else high
             raise InputError(
@@ -134,9 +136,16 @@ class PageSpaces:
         return dict(zip(names, state, strict=True))
 
 
+def _bounds(numbers: npt.NDArray[Any]) -> tuple[int, int]:
+    if len(numbers) <= FEW_PAGES:  # the call of numpy costs more than all of it
+        few = numbers.tolist()
+        return min(few), max(few)
+    return int(numbers.min()), int(numbers.max())
+
+
 def repeated(numbers: npt.NDArray[np.int32]) -> int:
     """A page that is named twice; -1 if none is."""
-    if len(numbers) <= FEW_PAGES:  # the call of numpy costs more than all of it
+    if len(numbers) <= FEW_PAGES:
         few = numbers.tolist()
         return -1 if len(set(few)) == len(few) else max(few, key=few.count)
     ordered = np.sort(numbers)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from kvferry.plan.batch import U64
+
+_FEW = 64
+"""Rows that are looked at sooner one by one than by numpy."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,22 @@ class Intervals:
             return None
         if not len(self.starts):
             return 0
+        if len(addresses) <= _FEW:
+            return self._first_of_few(addresses.tolist(), nbytes.tolist())
         ends = addresses + nbytes
         home = np.searchsorted(self.starts, addresses, side="right") - 1
         bad = (ends <= addresses) | (home < 0) | (ends > self.ends[np.maximum(home, 0)])
         row = int(bad.argmax())
         return row if bad[row] else None
+
+    def _first_of_few(self, addresses: list[int], nbytes: list[int]) -> int | None:
+        starts, ends = self._lists
+        for row, (address, length) in enumerate(zip(addresses, nbytes, strict=True)):
+            home = bisect_right(starts, address) - 1
+            if home < 0 or not length or address + length > ends[home]:
+                return row
+        return None
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int]]:
+        return self.starts.tolist(), self.ends.tolist()

@@ -7,6 +7,9 @@ import numpy as np
 from kvferry.engines.intervals import Intervals
 from kvferry.plan.batch import Batch, Limits
 
+_FEW = 64
+"""Rows that are added up sooner without numpy."""
+
 
 def why_not(batch: Batch, sources: Intervals, limits: Limits) -> str:
     """Say why a batch can't be written, or "".
@@ -30,7 +33,7 @@ def why_not(batch: Batch, sources: Intervals, limits: Limits) -> str:
             f"row {row} of {rows}, {int(batch.nbytes[row])} bytes at {int(batch.src[row]):#x} here, does not "
             "lie in one registered region of this process"
         )
-    total = int(np.add.reduce(batch.nbytes))
+    total = sum(batch.nbytes.tolist()) if rows <= _FEW else int(batch.nbytes.sum())
     if total != batch.total_bytes:
         return f"a batch says {batch.total_bytes} bytes and its rows add up to {total}"
     return ""

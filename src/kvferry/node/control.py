@@ -134,7 +134,7 @@ class Control:
         if not self.running:
             return False
         try:
-            for received in self.links.take(FRAMES_A_TURN):
+            for received in self.links.take(FRAMES_A_TURN) if self.links.has_news() else ():
                 if self.board.is_short(received):
                     self._receive(received)
                 else:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvferry.canary import Look, Sums, Windows, add, cells, difference, look, no_sums, small_look, weigh
@@ -23,7 +24,7 @@ from kvferry.ids import PeerId
 from kvferry.layout import list_begin
 from kvferry.layout.deal import I64
 from kvferry.node.batching import MAIN, numbers
-from kvferry.node.memory_reader import read, read_words
+from kvferry.node.memory_reader import Read, read_few, read_many, words
 from kvferry.plan import SMALL_BYTES as RECIPE_BYTES
 from kvferry.plan import Route, Size
 from kvferry.plan.batch import U64
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 SMALL_BYTES = 1 << 20
 BLOCK_BYTES = 4 << 20
 """Most bytes that are gathered at once for a full digest."""
+
+FEW_WINDOWS = 1024
+"""Of a small request; that is half a millisecond, and can't end the process."""
 
 SHARED_BYTES = 16 << 20
 """Of more bytes two threads read one half each."""
@@ -108,7 +112,7 @@ class Place(NamedTuple):
     pages: I64
     first_page: int
 
-    def sums(self, *, full: bool, share: tuple[int, int] = (0, 1)) -> Sums:
+    def sums(self, read: Read, *, full: bool, share: tuple[int, int] = (0, 1)) -> Sums:
         """Read this process's memory, or a share of it; raises InputError where the pages do not hold the tokens."""
         found = no_sums(self.seen)
         for whole in self.seen.blocks:
@@ -120,13 +124,12 @@ class Place(NamedTuple):
                     f"page list of space {self.space!r} is too short for the request: its length is {len(self.pages)}"
                 )
                 raise InputError(what, hint="num_pages() says how many") from None
-            values = _hashed(windows, self.seen, addresses) if full else weigh(windows, _words(windows, addresses))
+            if full:
+                values = _hashed(windows, self.seen, addresses, read)
+            else:
+                values = weigh(windows, words(read(addresses, windows.nbytes), windows.nbytes))
             add(found, self.seen, windows, values)
         return found
-
-
-def _words(windows: Windows, addresses: I64) -> U64:
-    return read_words(addresses, windows.nbytes)
 
 
 def sent(route: Route, effect: Digest | Prepare) -> Looks:
@@ -185,7 +188,7 @@ def _numbers(data: bytes) -> U64:
     return np.frombuffer(data[: len(data) // 8 * 8], np.uint64)
 
 
-def _hashed(windows: Windows, seen: Look, addresses: I64) -> U64:
+def _hashed(windows: Windows, seen: Look, addresses: I64, read: Read) -> U64:
     """uint64[N]: the xxh3 of each (layer, page) cell, at its first window; 0 elsewhere."""
     order, begins = cells(windows, seen)
     values = np.zeros(len(windows), np.uint64)
@@ -275,16 +278,31 @@ class Digests:
     ) -> None:
         """Read one side, in two shares at once if it is large."""
         if looks.nbytes > SHARED_BYTES and looks.is_prepared:
-            shares = _Shares(2, done, failed)
+            shares = _Shares(2, self._reader, done, failed)
             for number in range(2):
                 self._post(looks.nbytes, partial(shares.read, looks, pages, (number, 2)), shares.failed)
             return
 
         def read_all() -> None:
             places = looks.places(pages)
-            done(places, [place.sums(full=looks.full) for place in places])
+            read = self._reader(looks)
+            done(places, [place.sums(read, full=looks.full) for place in places])
 
         self._post(looks.nbytes, read_all, failed)
+
+    def _reader(self, looks: Looks) -> Read:
+        """How to read; raises EngineError where memory is gone."""
+        if looks.nbytes <= SMALL_BYTES:
+            return self._read_few
+        self._node.mapped.check()
+        return read_many
+
+    def _read_few(self, addresses: I64, nbytes: int) -> npt.NDArray[np.void]:
+        found = read_few(addresses, nbytes) if len(addresses) <= FEW_WINDOWS else None
+        if found is None:
+            self._node.mapped.check()
+            found = read_many(addresses, nbytes)
+        return found
 
     def _tell(self, action: Callable[[], None]) -> None:
         self._node.control.call(action)
@@ -292,7 +310,6 @@ class Digests:
     def _post(self, nbytes: int, task: Callable[[], None], failed: Callable[[str], None]) -> None:
         def guarded() -> None:
             try:
-                self._node.mapped.check()
                 task()
             except Exception as error:  # noqa: BLE001 - numbers of a peer, memory of the caller: this room fails
                 failed(f"the digest can't be taken: {error}")
@@ -316,18 +333,23 @@ class _Shares:
     """What several threads have read of one side; whoever comes last says so, and a failure is said once."""
 
     def __init__(
-        self, of: int, done: Callable[[Sequence[Place], Sequence[Sums]], None], failed: Callable[[str], None]
+        self,
+        of: int,
+        reader: Callable[[Looks], Read],
+        done: Callable[[Sequence[Place], Sequence[Sums]], None],
+        failed: Callable[[str], None],
     ) -> None:
         self._lock = threading.Lock()
         self._left = of
         self._sums: list[Sums] | None = None
         self._problem = ""
-        self._done, self._failed = done, failed
+        self._reader, self._done, self._failed = reader, done, failed
 
     def read(self, looks: Looks, pages: Mapping[str, bytes], share: tuple[int, int]) -> None:
         """Read a share."""
         places = looks.places(pages)
-        found = [place.sums(full=looks.full, share=share) for place in places]
+        read = self._reader(looks)
+        found = [place.sums(read, full=looks.full, share=share) for place in places]
         with self._lock:
             if self._sums is not None:
                 found = [Sums(a.layers + b.layers, a.pages + b.pages) for a, b in zip(self._sums, found, strict=True)]

@@ -47,8 +47,8 @@ class Performer:
 
     def perform(self) -> None:
         """Do all of it, and what comes of it."""
-        while effects := self._book.take_effects():
-            for effect in effects:
+        while self._book.effects:
+            for effect in self._book.take_effects():
                 _DO[type(effect)](self, effect)
 
     def _send(self, effect: Send) -> None:
@@ -102,7 +102,7 @@ class Performer:
         thing = self._book.room(effect.kind, effect.id)
         if view is None:
             return
-        if isinstance(thing, Offer) and thing.links:
+        if view.prefix_tokens < 0 and isinstance(thing, Offer) and thing.links:
             self._learn_prefix(view, thing)
         where, reason = self._node.where, effect.reason
         foreign = reason is not None and (reason.side, reason.rank) != (where.side, where.rank)

@@ -40,10 +40,12 @@ class Recipe(NamedTuple):
 
     Attributes:
         pattern: the rows without their pages.
+        total_bytes: of all rows.
         first_pages: the pages that both sides' lists begin with, counted from the page of slot 0.
     """
 
     pattern: Pattern
+    total_bytes: int
     first_pages: tuple[int, int]
 
 
@@ -60,7 +62,8 @@ def _recipe(leg: Leg, size: Size) -> Recipe | None:
         return None
     begins = (list_begin(leg.src, first_token, end, rows), list_begin(leg.dst, prefix, end, rows))
     src, dst = (begin // tokens for begin, tokens in zip(begins, leg.page_tokens, strict=True))
-    return Recipe(leg.pattern(lo, hi, end), (src, dst))
+    made = leg.pattern(lo, hi, end)
+    return Recipe(made, int(made.nbytes.sum()), (src, dst))
 
 
 def small_batch(
@@ -83,12 +86,14 @@ def small_batch(
         InputError: the numbers make no request, as in `runs`.
     """
     columns: list[tuple[I64, I64, I64]] = []
+    total_bytes = 0
     for space, size in sizes.items():
         leg = route.leg(space)
         found = recipe(leg, size)
         if found is None:
             return None
         pattern, (here, there) = found.pattern, found.first_pages
+        total_bytes += found.total_bytes
         if not (_fits(leg, pattern, 0, src[space], here) and _fits(leg, pattern, 1, dst[space], there)):
             return None
         columns.append(
@@ -98,7 +103,7 @@ def small_batch(
         return None
     rows = columns[0] if len(columns) == 1 else [np.concatenate(column) for column in zip(*columns, strict=True)]
     at, to, nbytes = (column.view(np.uint64) for column in rows)
-    return Batch(at, to, nbytes, int(np.add.reduce(nbytes)), claim, chunk)
+    return Batch(at, to, nbytes, total_bytes, claim, chunk)
 
 
 def _fits(leg: Leg, pattern: Pattern, side: int, pages: I64, first_page: int) -> bool:

@@ -43,6 +43,13 @@ def pack_pages(indices: npt.NDArray[np.integer]) -> bytes:
     return indices.astype("<i4", copy=False).tobytes()
 
 
+_FEW_PAGES = 64
+
+
+def _least(pages: npt.NDArray[np.int32]) -> int:
+    return min(pages.tolist()) if len(pages) <= _FEW_PAGES else int(pages.min())  # of few numpy's call costs more
+
+
 def unpack_pages(data: bytes) -> npt.NDArray[np.int32]:
     """The inverse of pack_pages, without a copy.
 
@@ -52,6 +59,6 @@ def unpack_pages(data: bytes) -> npt.NDArray[np.int32]:
     if len(data) % 4:
         raise WireError(f"page list of {len(data)} bytes is no whole number of int32")
     pages = np.frombuffer(data, "<i4")
-    if len(pages) and (least := np.minimum.reduce(pages)) < 0:
+    if len(pages) and (least := _least(pages)) < 0:
         raise WireError(f"page list holds the negative index {least}")
     return pages

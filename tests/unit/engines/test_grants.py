@@ -140,3 +140,21 @@ def test_intervals_equal_a_set_of_addresses(granted, rows):
     )
     assert found == (bad[0] if bad else None)
     assert (intervals.starts[1:] > intervals.ends[:-1]).all()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), max_size=5),
+    st.lists(st.tuples(st.integers(0, 100) | st.integers(2**64 - 9, 2**64 - 1), st.integers(0, 20)), max_size=6),
+)
+def test_few_rows_are_looked_at_one_by_one_and_found_as_many_are(spans, rows):
+    starts, ends = (np.array(column, np.uint64) for column in ([a for a, _ in spans], [a + n for a, n in spans]))
+    held = Intervals.merged(starts, ends)
+    addresses, nbytes = (np.array([row[column] for row in rows], np.uint64) for column in (0, 1))
+    few = held.first_outside(addresses, nbytes)
+    if few is None:
+        inside = [(held.starts[:1], held.ends[:1] - held.starts[:1])] if len(held.starts) else []
+        fill = [np.concatenate([each] * 65) for each in zip(*inside, strict=True)] or [addresses[:0]] * 2
+        addresses, nbytes = (np.concatenate([each, more]) for each, more in zip((addresses, nbytes), fill, strict=True))
+    else:
+        addresses, nbytes = (np.concatenate([each, np.full(65, 200, np.uint64)]) for each in (addresses, nbytes))
+    assert held.first_outside(addresses, nbytes) == few

@@ -34,6 +34,7 @@ from kvferry.layout import (
     validate,
 )  # fmt: skip
 from kvferry.node.digests import Place
+from kvferry.node.memory_reader import read_many
 from kvferry.plan import Election, Limits, PageList, Part, Size, batches, fan_in, route, runs, small_batch
 from kvferry.presets import layer_major, page_major
 from kvferry.testing.oracle import Memory, cells, copy_batches, pages_of
@@ -260,14 +261,14 @@ def check_canary(path, name, src_pages, dst_pages, request):
             Place(name, seen, np.asarray(given.indices, np.int64), first)
             for seen, given, first in zip(looks, (src_pages, dst_pages), firsts, strict=True)
         )
-        sent, landed = ours.sums(full=full), theirs.sums(full=full)
+        sent, landed = ours.sums(read_many, full=full), theirs.sums(read_many, full=full)
         assert sent.layers.tolist() == landed.layers.tolist()
         assert sent.pages.tolist() == landed.pages.tolist()
         for windows in theirs.seen.blocks:
             at = int(windows.addresses(theirs.pages, theirs.first_page)[len(windows) // 2])
             byte = ctypes.c_uint8.from_address(at)
             byte.value ^= 0x10
-            seen = theirs.sums(full=full)
+            seen = theirs.sums(read_many, full=full)
             byte.value ^= 0x10
             text = difference(
                 name, theirs.seen, seen, sent, theirs.pages[theirs.seen.first_page - firsts[1] :].tolist()
