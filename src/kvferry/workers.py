@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+_all: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 class Workers:
@@ -29,6 +34,8 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._closing = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
+        _all.add(self)
         self.problem = ""
         try:
             for _ in range(number):
@@ -66,6 +73,11 @@ class Workers:
         for thread in self._threads:
             thread.join()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the threads are this process's: a forked child has none of them."""
+        return self._pid == os.getpid()
+
     def _cancel_next(self) -> None:
         with contextlib.suppress(queue.Empty):  # a thread was faster
             if given := self._tasks.get_nowait():
@@ -83,3 +95,11 @@ class Workers:
             else:
                 future.set_result(result)
             del future, task, given  # what a task holds is not held until the next one comes
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is inside of a C++ library when the interpreter ends makes the process abort."""
+    for workers in list(_all):
+        if workers.is_here:
+            workers.close()

@@ -1,5 +1,6 @@
 """Bytes that are wrong never reach a user: the canary compares what was sent with what landed."""
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -9,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from engine_here import need
 from kvferry import KVArgs, KVClassType, KVPoll, get_kv_class
 from kvferry.engines.seam import Region
 from kvferry.errors import Blame, Code, ConfigError, EngineError
@@ -136,6 +138,15 @@ def map_again(address, size):
     assert libc.mmap(address, size, 0, kind, -1, 0) == address
 
 
+@contextlib.contextmanager
+def out_of_reach(address):
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    assert libc.mprotect(address, mmap.PAGESIZE, 0) == 0
+    yield
+    assert libc.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+
+
 def test_memory_that_is_gone_is_found_and_named():
     size = 8 * mmap.PAGESIZE
     there, gone = mmap.mmap(-1, size), mmap.mmap(-1, size)
@@ -215,6 +226,40 @@ def test_memory_that_was_unmapped_fails_the_room_and_not_the_process(make, kit):
         receiver = kit.claim(decode, owner.endpoint, 6, [5])  # those of the first may still be held
         sender = kit.offer(type("Side", (), {"manager": owner}), 6, [7])
         assert receiver.wait(5) is KVPoll.Failed
+
+
+@pytest.mark.parametrize("engine", ["local", "nixl", "mooncake"])
+@pytest.mark.parametrize("of", ["prefill", "decode"])
+def test_a_page_that_is_out_of_reach_fails_the_room_whatever_the_engine_says(kit, engine, of):
+    need(engine)
+    layout = page_major("toy", layers=8, kv_heads=8, head_dim=64, dtype="float16", pages=8, page_tokens=16)
+    size = max(tensor.address + tensor.nbytes for tensor in layout.tensors)
+    manager, memory = get_kv_class(engine, KVClassType.MANAGER), {}
+    with contextlib.ExitStack() as stack:
+        sides = []
+        for side in ("prefill", "decode"):
+            memory[side] = mmap.mmap(-1, size)
+            address = np.frombuffer(memory[side], np.uint8).ctypes.data
+            args = KVArgs(layout, [(address, size)], [np.zeros((16, 4), np.int64)])
+            sides.append(stack.enter_context(manager(args, side, environ={}, **kit.FAST)))
+            if side == of:
+                lost = address + 3 * (size // 8)  # the beginning of page 3
+        prefill, decode = (type("Side", (), {"manager": each}) for each in sides)
+        receiver = kit.claim(decode, prefill, 1, [1, 2])
+        sender = kit.offer(prefill, 1, [4, 5])
+        assert receiver.wait(10) is KVPoll.Success
+        with out_of_reach(lost):
+            receiver, sender = kit.claim(decode, prefill, 2, [3, 4]), kit.offer(prefill, 2, [3, 6])
+            assert receiver.wait(10) is KVPoll.Failed
+            assert sender.wait(10) in {KVPoll.Failed, KVPoll.Success}, "it has delivered what it had"
+        # NIXL may notice only with the next write that its connection is gone
+        ends = []
+        for room, page in enumerate((5, 6, 7), start=3):
+            receiver = kit.claim(decode, prefill, room, [page])
+            kit.offer(prefill, room, [1])
+            ends.append(receiver.wait(10))
+        assert KVPoll.Success in ends[:2]
+        assert ends[2] is KVPoll.Success
 
 
 def test_a_digest_that_is_none_is_refused_by_name(make):

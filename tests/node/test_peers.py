@@ -1,7 +1,11 @@
 """Peers that are killed, stopped, or leave: real processes. Suspicion fails rooms, only proof frees pages."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -351,3 +355,39 @@ def test_rooms_that_are_begun_in_the_very_moment_of_shutdown_all_end(make, kit):
     thread.join(5)
     assert rooms
     assert {room.wait(1) for room in rooms} == {KVPoll.Failed}
+
+
+def test_a_process_that_ends_without_a_shutdown_says_goodbye_all_the_same(make, spawn, kit):
+    decode, prefill = make("decode"), spawn("prefill", "local")
+    receiver = kit.claim(decode, prefill, 1, [4])
+    prefill.do("offer", room=1, pages=[1], send=False)
+    kit.until(lambda: decode.manager.info()["peers"][0]["ready"])
+    began = time.monotonic()
+    prefill.process.stdin.write(b'{"do": "end", "code": 3}\n')
+    prefill.process.stdin.flush()
+    assert receiver.wait(5) is KVPoll.Failed
+    assert receiver.failure().reason.code is Code.SHUTDOWN
+    assert prefill.process.wait(5) == 3
+    assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize("engine", ["local", "nixl", "mooncake"])
+def test_a_process_that_ends_while_it_writes_ends_with_its_own_code(engine):
+    """A thread that is inside of a C++ library when the interpreter ends would abort the process."""
+    need(engine)
+    code = """
+import sys, time
+from conftest import Side, claim, offer, until
+from kvferry.node.view import TERMINAL
+from kvferry.presets import page_major
+layout = page_major("big", layers=8, kv_heads=8, head_dim=128, dtype="float16", pages=32, page_tokens=64)
+prefill, decode = Side("prefill", sys.argv[1], layout), Side("decode", sys.argv[1], layout)
+rooms = [claim(decode, prefill, 1, range(30)), offer(prefill, 1, range(30))]
+until(lambda: rooms[1].poll().name == "Transferring" or rooms[1].poll() in TERMINAL)
+time.sleep(0.005)
+sys.exit(3)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))}
+    command = [sys.executable, "-c", code, engine]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert ended.returncode == 3, ended.stderr[-2000:]

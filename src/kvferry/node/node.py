@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import secrets
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +39,8 @@ from kvferry.proto.book import Book
 from kvferry.proto.effects import Chunk, Kind, Times, Where
 from kvferry.proto.rules import SETTLED
 from kvferry.wire import KVArgsRegisterInfo, unpack_pages
+
+log = logging.getLogger("kvferry.node")
 
 HEALTHY_BEAT_S = 5.0
 REGISTER_LIMIT_S = 60.0
@@ -108,6 +113,7 @@ class Node:
         self.mover = Mover(self.engine, self._reports(), config.batches_in_flight, self.is_written_to)
         self.mover.start()
         self.control.thread.start()
+        _open.add(self)
 
     # -- any thread
 
@@ -253,6 +259,7 @@ class Node:
         if forks.generation != self._generation or self._closed:
             return
         self._closed = True
+        _open.discard(self)
         reason = reason or self.where.reason(Code.SHUTDOWN, "the manager was shut down", stage="shutdown")
         self.control.call(lambda: self.book.shutdown(time.monotonic(), reason))
         deadline = time.monotonic() + 1.0
@@ -317,6 +324,19 @@ class Node:
             fenced=lambda peer, claim: post(lambda: book.fence_done(now(), peer, claim)),
             broken=self.broken,
         )
+
+
+_open: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Peers hear of the end at once; and a thread that is inside of an engine's library then would make it an abort."""
+    for node in list(_open):
+        try:
+            node.close()
+        except Exception:
+            log.exception("a node could not be closed at the interpreter's end")
 
 
 def regions(layout: Layout) -> list[Region]:

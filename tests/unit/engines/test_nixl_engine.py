@@ -1,5 +1,8 @@
 """What the engine suite does not show of NIXL: what is refused and how it is said, blobs, attaching, the try-out."""
 
+import contextlib
+import ctypes
+import mmap
 import subprocess
 import sys
 import time
@@ -233,6 +236,27 @@ def test_a_process_that_has_outcomes_all_the_time_serves_its_peers_all_the_same(
         assert [done.ticket for done in target.poll(0)] == [refused]
         assert time.monotonic() < until
     assert pair.write(pair.batch([0], [0], [10])).outcome is Outcome.LANDED
+
+
+@contextlib.contextmanager
+def out_of_reach(address):
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    assert libc.mprotect(address, mmap.PAGESIZE, 0) == 0
+    yield
+    assert libc.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+
+
+def test_a_row_that_meets_a_page_that_is_out_of_reach_is_done_to_the_library(pair):
+    """Why a digest is taken of what landed: it is the library's word, and it is wrong."""
+    assert pair.attach().outcome is Outcome.LANDED
+    assert pair.write(pair.batch([0], [0], [10])).outcome is Outcome.LANDED
+    at = -pair.target.address % mmap.PAGESIZE + (1 << 20)
+    starts = np.arange(0, 2 << 20, 65536)
+    with out_of_reach(pair.target.address + at):
+        done = pair.write(pair.batch(starts, starts, [65536] * len(starts)))
+    assert done.outcome is Outcome.LANDED
+    assert (pair.target.pool[at : at + mmap.PAGESIZE] == GUARD).all()
 
 
 # the process's end

@@ -1,6 +1,9 @@
 """Large batches by cross-memory attach: agents beside the engine's own copy them, in parts, on threads of their own."""
 
+import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,10 +13,13 @@ from nixl_pairs import POOL, TCP, a_pair, attached, submit
 
 from engine_here import need
 from kvferry.engines.nixl import lane, lanes
+from kvferry.engines.nixl.agent import Agent
 from kvferry.engines.nixl.lanes import SPLIT_BYTES
-from kvferry.engines.seam import Outcome, Region
+from kvferry.engines.nixl.peers import Peers
+from kvferry.engines.seam import Caps, Outcome, Region
+from kvferry.errors import EngineError, WireError
 from kvferry.testing.suite import EngineSuite
-from kvferry.testing.suite_pair import GUARD
+from kvferry.testing.suite_pair import GUARD, wait_for
 
 need("nixl")
 
@@ -48,11 +54,13 @@ def has_lanes(pair, peer=None):
     return bool(lanes_of(pair)._lanes) and all(each.reaches(found) for each in lanes_of(pair)._lanes)
 
 
-def engaged(pair, peer=None, limit_s=10.0):
-    """Poll both until the lanes have connected."""
+def engaged(pair, again=None, peer=None, limit_s=10.0):
+    """Write large batches until the lanes have connected; the first ones on a connection may take two steps."""
     until = time.monotonic() + limit_s
+    again = again or (lambda: pair.write(rows(pair)[0]))
     while not has_lanes(pair, peer):
         assert time.monotonic() < until, lanes_of(pair).info()
+        assert again().outcome is Outcome.LANDED
         pair.step()
 
 
@@ -74,6 +82,7 @@ def test_the_first_large_batch_is_copied_alone_and_later_ones_in_parts_with_ever
     assert pair.write(batch).outcome is Outcome.LANDED
     assert seen == []
     engaged(pair)
+    seen.clear()
     for seed in range(5):
         pair.target.pool[:] = GUARD
         batch, expected = rows(pair, seed)
@@ -86,7 +95,6 @@ def test_the_first_large_batch_is_copied_alone_and_later_ones_in_parts_with_ever
 
 
 def test_one_large_row_is_cut_and_small_batches_are_not(pair, monkeypatch):
-    pair.write(rows(pair)[0])
     engaged(pair)
     seen = begun_asides(monkeypatch)
     pair.target.pool[:] = GUARD
@@ -99,7 +107,6 @@ def test_one_large_row_is_cut_and_small_batches_are_not(pair, monkeypatch):
 
 
 def test_many_batches_at_once_and_each_has_landed_when_it_is_said(pair):
-    pair.write(rows(pair)[0])
     engaged(pair)
     size = POOL // 4
     for turn in range(10):
@@ -114,7 +121,6 @@ def test_many_batches_at_once_and_each_has_landed_when_it_is_said(pair):
 
 
 def test_memory_that_was_registered_anew_is_copied_from(pair):
-    pair.write(rows(pair)[0])
     engaged(pair)
     other = np.random.default_rng(9).integers(0, 256, POOL, np.uint8)
     pair.writer.engine.register([Region(other.ctypes.data, POOL)])
@@ -126,7 +132,6 @@ def test_memory_that_was_registered_anew_is_copied_from(pair):
 
 
 def test_a_peer_that_was_left_and_attached_anew_is_connected_to_anew(pair):
-    pair.write(rows(pair)[0])
     engaged(pair)
     pair.writer.engine.detach(pair.target.me)
     assert pair.write(rows(pair)[0]).outcome is Outcome.FAILED_QUIET
@@ -188,7 +193,6 @@ def test_no_thread_is_to_be_had_and_the_engine_copies_alone(pair, monkeypatch, c
 
 
 def test_a_part_that_can_not_be_made_fails_the_batch_without_a_proof(pair, monkeypatch):
-    pair.write(rows(pair)[0])
     engaged(pair)
 
     def broken(*_):
@@ -198,6 +202,7 @@ def test_a_part_that_can_not_be_made_fails_the_batch_without_a_proof(pair, monke
         patch.setattr(lane.Lane, "write", broken)
         done = pair.write(rows(pair)[0])
     assert (done.outcome, done.cause) == (Outcome.FAILED_UNKNOWN, "RuntimeError: on purpose")
+    assert not pair.writer.engine.info()["in_flight"]
     assert pair.attach().outcome is Outcome.LANDED, "as the node does after a failure"
     batch, expected = rows(pair, 3)
     for _ in range(2):
@@ -205,6 +210,149 @@ def test_a_part_that_can_not_be_made_fails_the_batch_without_a_proof(pair, monke
         assert pair.write(batch).outcome is Outcome.LANDED
         assert np.array_equal(pair.target.pool, expected)
         engaged(pair)
+
+
+def test_a_failure_is_told_when_the_other_parts_are_over_so_that_the_peer_can_be_attached_anew(pair, monkeypatch):
+    engaged(pair)
+    original, turn = lane.Lane.write, itertools.count()
+
+    def first_fails(self, *rest):
+        if next(turn) == 0:
+            raise RuntimeError("on purpose")
+        time.sleep(0.05)
+        return original(self, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lane.Lane, "write", first_fails)
+        done = pair.write(rows(pair)[0])
+        assert done.outcome is Outcome.FAILED_UNKNOWN
+        assert next(turn) == lanes.PARTS * 2
+        assert pair.attach().outcome is Outcome.LANDED
+
+
+def test_memory_is_registered_anew_when_what_is_being_copied_has_been(pair, monkeypatch):
+    """The library does not look after a transfer that is made and not begun."""
+    engaged(pair)
+    original, go, came = lane.Lane.write, threading.Event(), threading.Event()
+
+    def held(self, *rest):
+        made = original(self, *rest)
+        came.set()
+        assert go.wait(10)
+        return made
+
+    monkeypatch.setattr(lane.Lane, "write", held)
+    pair.target.pool[:] = GUARD
+    batch, expected = rows(pair, 6)
+    ticket = pair.submit(batch)
+    assert came.wait(5)
+    anew = threading.Thread(
+        target=pair.writer.engine.register,
+        args=([Region(pair.writer.address, POOL), Region(batch.src.ctypes.data, 8)],),
+    )
+    anew.start()
+    anew.join(0.2)
+    assert anew.is_alive()
+    go.set()
+    anew.join(5)
+    assert not anew.is_alive()
+    assert pair.settle(ticket).outcome is Outcome.LANDED
+    assert np.array_equal(pair.target.pool, expected)
+
+
+def test_what_can_not_be_registered_leaves_nothing_registered_and_the_next_does(pair):
+    engaged(pair)
+    engine = pair.writer.engine
+    with pytest.raises(EngineError, match="can't be registered"):
+        engine.register([Region(pair.writer.address, POOL), Region(pair.writer.address, 4096, 3)])
+    assert pair.write(rows(pair)[0]).outcome is Outcome.FAILED_QUIET
+    engine.register([Region(pair.writer.address, POOL)])
+    batch, expected = rows(pair, 7)
+    pair.target.pool[:] = GUARD
+    assert pair.write(batch).outcome is Outcome.LANDED
+    assert np.array_equal(pair.target.pool, expected)
+
+
+def test_a_fence_lands_when_the_writer_closed_with_copies_that_nobody_had_collected(pair):
+    """The process lives on: it is the farewell, after the last part, that the target goes by."""
+    engaged(pair)
+    for _ in range(3):
+        assert pair.write(rows(pair)[0]).outcome is Outcome.LANDED
+    for _ in range(4):
+        pair.submit(rows(pair)[0])
+    pair.writer.engine.close()
+    before = pair.target.pool.copy()
+    target = pair.target.engine
+    assert Caps.FENCE in target.caps
+    assert wait_for(target, target.fence(pair.writer.me), 5) is Outcome.LANDED
+    assert np.array_equal(pair.target.pool, before)
+
+
+def test_who_finds_no_place_is_connected_to_later(pair, monkeypatch):
+    original, refused = Agent.take_slot, []
+
+    def none_at_first(self):
+        if self is not pair.writer.engine._agent and len(refused) < 5:
+            refused.append(self)
+            return None
+        return original(self)
+
+    monkeypatch.setattr(Agent, "take_slot", none_at_first)
+    engaged(pair)
+    assert len(refused) == 5
+
+
+def test_a_connection_that_could_not_be_made_is_tried_again_with_the_next_large_batch(pair, monkeypatch):
+    original, refused = Peers.load, []
+
+    def refused_at_first(self, said, in_use):
+        if len(refused) < 2:
+            refused.append(self)
+            raise WireError("on purpose")
+        return original(self, said, in_use)
+
+    monkeypatch.setattr(Peers, "load", refused_at_first)
+    engaged(pair)
+    assert len(refused) == 2
+    assert pair.writer.engine.info()["copy_peers"] == 1
+
+
+def test_a_library_that_raises_while_an_agent_is_idle_costs_nothing(pair, monkeypatch):
+    engaged(pair)
+
+    def broken():
+        raise RuntimeError("on purpose")
+
+    for each in lanes_of(pair)._lanes:
+        monkeypatch.setattr(each._agent, "progress", broken)
+        each._progress_at = 0.0
+    pair.step()
+    assert has_lanes(pair)
+    assert pair.write(rows(pair)[0]).outcome is Outcome.LANDED
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_process_that_ends_while_its_threads_copy_ends_with_its_own_code(closes):
+    code = """
+import sys, threading, time
+from nixl_pairs import POOL, build
+pair = build(copy_threads="2")
+pair.attach()
+batch = pair.batch([0], [0], [POOL])
+until = time.monotonic() + 10
+while not pair.writer.engine.info()["copy_peers"] and time.monotonic() < until:
+    pair.write(batch)
+    pair.step()
+for _ in range(8):
+    pair.submit(batch)
+if sys.argv[1] == "True":
+    pair.close()
+sys.exit(3)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    command = [sys.executable, "-c", code, str(closes)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert ended.returncode == 3, ended.stderr
 
 
 def test_it_is_closed_while_the_agents_are_being_made(pair, monkeypatch):
@@ -262,7 +410,7 @@ def test_a_target_that_is_killed_while_the_threads_copy_is_proven_by_its_end_and
     process = attached(suite)
     assert whole(suite, process).outcome is Outcome.LANDED
     peer = process.peer
-    engaged(suite.pair, peer)
+    engaged(suite.pair, lambda: whole(suite, process), peer)
     original, killed = lane.Lane.write, threading.Event()
 
     def late(self, name, here, there):
@@ -279,6 +427,6 @@ def test_a_target_that_is_killed_while_the_threads_copy_is_proven_by_its_end_and
     again = attached(suite)
     for _ in range(2):
         assert whole(suite, again).outcome is Outcome.LANDED
-        engaged(suite.pair, again.peer)
+        engaged(suite.pair, lambda: whole(suite, again), again.peer)
     landed = bytes.fromhex(again.do("bytes", offset=0, nbytes=again.nbytes)["bytes"])
     assert landed == suite.pair.writer.pool[: again.nbytes].tobytes()

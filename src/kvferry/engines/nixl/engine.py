@@ -34,6 +34,9 @@ from kvferry.plan.batch import Batch, Limits
 
 _LONGEST_NAP_S = 0.0005
 
+_CLOSE_S = 2.0
+"""How long `close` waits for batches that wait to be copied."""
+
 _STEP_EVERY_S = 0.001
 """How often the library is driven at least while outcomes come without that."""
 
@@ -120,7 +123,13 @@ class NixlEngine:
         for number, region in enumerate(regions):
             if region.address <= 0 or region.nbytes <= 0 or region.address + region.nbytes > 1 << 62:
                 raise EngineError(f"region {number}, {region.nbytes} bytes at {region.address:#x}, is no memory")
-        agent.replace_memory(regions)
+        if not self._lanes.drain(self._options.transfer_timeout_s):
+            raise EngineError(f"batches are still being copied after {self._options.transfer_timeout_s:g} s")
+        try:
+            agent.replace_memory(regions)
+        except EngineError:
+            self._lanes.register(())
+            raise
         self._lanes.register(regions)
         self._memory = Memory.of(regions)
         self._regions = [(region.address, region.nbytes, region.device) for region in regions]
@@ -229,9 +238,11 @@ class NixlEngine:
         agent, self._agent = self._agent, None
         if agent is None or not self._owner.is_here:
             return
-        self._farewells.close(self._remotes.values(), [flight.attachment for flight in self._flights])
+        self._end_copies()
+        under_way = [flight.attachment for flight in self._flights if not flight.over]
+        self._farewells.close(self._remotes.values(), under_way)
         self._peers.forget_all()
-        self._lanes.end_threads()
+        self._lanes.forget_all()
         for probe in self._probes:
             probe.drop(agent)
         for flight in self._flights:
@@ -268,6 +279,14 @@ class NixlEngine:
         return tryout()
 
     # -- helpers
+
+    def _end_copies(self) -> None:
+        self._lanes.drain(_CLOSE_S)
+        self._lanes.end_threads()
+        for flight in self._flights:
+            for _ in flight.look(time.monotonic()):
+                pass
+            self._note(flight)
 
     def _take_done(self) -> list[Done]:
         done, self._done = self._done, []

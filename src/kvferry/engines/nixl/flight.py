@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from kvferry.engines.nixl.farewell import Attachment
 from kvferry.engines.nixl.native import NativeError, explain
 from kvferry.engines.nixl.transfer import Transfer
+from kvferry.engines.owner import keep_in_forks
 from kvferry.engines.seam import Done, Outcome, Ticket
 
 
@@ -57,6 +58,8 @@ class Flight:
                 self._advance(transfer, transfer.begin)
             else:
                 self._end(transfer)
+        if self._left:  # to free it in a child would wait for a lock that a thread of the parent may have
+            keep_in_forks(self)
 
     def look(self, now: float) -> Iterator[Done]:
         """See how far it is; gives what is to be told of it."""
@@ -66,13 +69,14 @@ class Flight:
 
     def news(self, now: float) -> Iterator[Done]:
         """What is to be told of it and was not told yet."""
-        if not self._is_told and self._failure is not None:
-            self._is_told = True
-            yield Done(self.ticket, Outcome.FAILED_UNKNOWN, *self._failure)
-        elif not self._is_told and self._left and now >= self._deadline:
+        if not self._is_told and self._left and now >= self._deadline:
             self._is_told = True
             cause = f"not over after {self._timeout_s:g} s; it may still be written"
-            yield Done(self.ticket, Outcome.FAILED_UNKNOWN, cause, "deadline")
+            yield Done(self.ticket, Outcome.FAILED_UNKNOWN, *(self._failure or (cause, "deadline")))
+        elif not self._is_told and not self._left and self._failure is not None:
+            # not before the other parts are over: who hears of it attaches anew
+            self._is_told = True
+            yield Done(self.ticket, Outcome.FAILED_UNKNOWN, *self._failure)
         elif not self._left and self._failure is None:
             yield Done(self.ticket, Outcome.QUIET if self._is_told else Outcome.LANDED)
 

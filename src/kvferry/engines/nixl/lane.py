@@ -60,8 +60,9 @@ class Lane:
             self._guarded(partial(self._agent.replace_memory, regions))
 
     def connect(self, attachment: Attachment) -> None:
-        """Connect to a peer that the engine has attached."""
-        self._waiting.append(attachment)
+        """Connect to a peer that the engine has attached, unless it is connected, or about to be."""
+        if attachment not in self._reached and attachment not in self._probes and attachment not in self._waiting:
+            self._waiting.append(attachment)
 
     def leave(self, attachment: Attachment) -> None:
         """Begin nothing more there."""
@@ -75,16 +76,20 @@ class Lane:
         """Go on connecting, and hear what becomes of connections; see Lanes.step."""
         if self._agent is None:
             self._start()
-        if self._agent is None or self.problem:
+        if self._agent is None:
             return
-        for attachment in self._waiting:
-            self._begin(self._agent, attachment, in_use(), now)
-        self._waiting.clear()
+        if self._waiting and not self.problem:
+            used = in_use() | {probe.name for probe in self._probes.values()}
+            # who finds no place waits for one
+            self._waiting = [each for each in self._waiting if not self._begin(self._agent, each, used, now)]
         for attachment, probe in list(self._probes.items()):
             self._advance(self._agent, attachment, probe, now)
         if now - self._progress_at >= PROGRESS_EVERY_S:
             self._progress_at = now
-            self._guarded(self._agent.progress)
+            try:
+                self._agent.progress()
+            except Exception as error:  # noqa: BLE001 - it concerns connections that transfers will say more of
+                log.debug("NIXL raised while an agent that copies was idle: %r", error)
 
     def doubt(self, name: str) -> None:
         """A transfer to a peer's agent has failed: it is connected anew when it is needed again."""
@@ -101,15 +106,18 @@ class Lane:
         assert self._agent is not None
         return self._agent.write(peer, here, there)
 
-    def close(self) -> None:
-        """End the agent, which nothing is begun with any more."""
+    def forget_all(self) -> None:
+        """Disconnect from all, before what is left of transfers is freed."""
         self._start()
-        if self._agent is None or self._peers is None:
-            return
-        for probe in self._probes.values():
-            probe.drop(self._agent)
-        self._peers.forget_all()
-        self._agent.close()
+        if self._peers is not None:
+            self._peers.forget_all()
+
+    def close(self) -> None:
+        """End the agent, after `forget_all`."""
+        if self._agent is not None:
+            for probe in self._probes.values():
+                probe.drop(self._agent)
+            self._agent.close()
 
     # -- helpers
 
@@ -130,10 +138,10 @@ class Lane:
             self.problem = explain(error).cause
             log.warning("NIXL copies with one thread: %s", self.problem)
 
-    def _begin(self, agent: Agent, attachment: Attachment, in_use: Set[str], now: float) -> None:
+    def _begin(self, agent: Agent, attachment: Attachment, in_use: Set[str], now: float) -> bool:
         slot, peers = agent.take_slot(), self._peers
         if slot is None or peers is None:
-            return
+            return False
         # the attachment as a whole was asked for, and let in
         said = msgspec.structs.replace(attachment.said, answers=0)
         probe = Probe(attachment.peer, 0, said, slot, now + self._timeout_s, self._timeout_s, 0, None)
@@ -142,8 +150,9 @@ class Lane:
             peers.load(said, in_use)
         except Exception as error:  # noqa: BLE001 - whatever it raises: this peer is written to without it
             probe.give_up(explain(error).cause)
-            return
-        probe.begin(agent)
+        else:
+            probe.begin(agent)
+        return True
 
     def _advance(self, agent: Agent, attachment: Attachment, probe: Probe, now: float) -> None:
         probe.step(agent, now)

@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import Future, wait
 
 from kvferry.engines.nixl.agent import Agent
 from kvferry.engines.nixl.farewell import Attachment
@@ -54,13 +55,14 @@ class Lanes:
         self._wanted: set[Attachment] = set()
         self._regions: Sequence[Region] = ()
         self._bell = threading.Event()
+        self._out: list[Future[bool]] = []
         self._problem = ""
 
     # -- connecting
 
     def want(self, attachment: Attachment) -> None:
         """The library has copied a large batch to a peer inside of a call: have the lanes do so from now on."""
-        if attachment in self._wanted or not self._number or self._problem:
+        if not self._number or self._problem:
             return
         self._wanted.add(attachment)
         if self._threads is None:
@@ -75,7 +77,7 @@ class Lanes:
             lane.leave(attachment)
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Replace the memory that is read; waits for what is being copied."""
+        """Replace the memory that is read, after `drain`."""
         self._regions = regions
         for lane in self._lanes:
             lane.register(regions)
@@ -114,7 +116,11 @@ class Lanes:
     def write(self, peer: str, here: Rows, there: Rows) -> Transfer:
         """Make a transfer that one of the threads begins."""
         assert self._threads is not None
-        return Aside(self._threads, self._free, lambda lane: lane.write(peer, here, there), self._bell.set)
+        return Aside(self._submit, self._free, lambda lane: lane.write(peer, here, there), self._bell.set)
+
+    def drain(self, limit_s: float) -> bool:
+        """Wait until all that was begun by `write` is copied; says whether it is."""
+        return not wait(self._out, limit_s).not_done
 
     def listen(self) -> None:
         """From now on `rest` returns when a transfer was begun."""
@@ -128,9 +134,14 @@ class Lanes:
     # -- for people
 
     def info(self) -> dict[str, object]:
-        """How many threads copy large batches to peers by cross-memory attach, and why not more."""
+        """How many threads copy large batches by cross-memory attach, to how many peers, and why not more."""
         problem = self._problem or next((lane.problem for lane in list(self._lanes) if lane.problem), "")
-        return {"copy_threads": 1 if problem else max(len(self._lanes), 1), "copy_problem": problem}
+        copied = sum(all(lane.reaches(each) for lane in list(self._lanes)) for each in list(self._wanted))
+        return {
+            "copy_threads": 1 if problem else max(len(self._lanes), 1),
+            "copy_peers": copied if self._lanes else 0,
+            "copy_problem": problem,
+        }
 
     # -- the end
 
@@ -139,11 +150,22 @@ class Lanes:
         if self._threads is not None:
             self._threads.close()
 
+    def forget_all(self) -> None:
+        """Disconnect from all, before what is left of transfers is freed."""
+        for lane in self._lanes:
+            lane.forget_all()
+
     def close(self) -> None:
-        """End the agents, after the threads."""
+        """End the agents, after `end_threads` and `forget_all`."""
         for lane in self._lanes:
             lane.close()
         self._lanes.clear()
+
+    def _submit(self, task: Callable[[], bool]) -> Future[bool]:
+        assert self._threads is not None
+        begun = self._threads.submit(task)
+        self._out = [each for each in self._out if not each.done()] + [begun]
+        return begun
 
     def _start(self) -> None:
         self._threads = Workers(self._number, "kvferry-nixl-copy")

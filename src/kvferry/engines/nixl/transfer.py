@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
-
-from kvferry.workers import Workers
 
 Handle = Any
 """A transfer, as the library knows it."""
@@ -59,6 +58,9 @@ class Here:
         self._agent.release(self._handle)
 
 
+GO_ON_S = 0.01
+"""So long a thread goes on with a transfer that was not over when it was begun: the library copies some of it then."""
+
 One = TypeVar("One")
 """What transfers are made with, by one thread at a time."""
 
@@ -68,7 +70,7 @@ class Aside(Generic[One]):
 
     def __init__(
         self,
-        threads: Workers,
+        submit: Callable[[Callable[[], bool]], Future[bool]],
         free: queue.SimpleQueue[One],
         make: Callable[[One], Transfer],
         ring: Callable[[], None],
@@ -76,12 +78,12 @@ class Aside(Generic[One]):
         """Prepare it.
 
         Args:
-            threads: one of them will begin it.
-            free: with what: one for each thread.
+            submit: has something done by one of the threads.
+            free: what transfers are made with: one for each thread.
             make: makes it.
             ring: called when it was begun.
         """
-        self._threads = threads
+        self._submit = submit
         self._free = free
         self._make = make
         self._ring = ring
@@ -90,7 +92,8 @@ class Aside(Generic[One]):
 
     def begin(self) -> bool:
         """Have it begun."""
-        self._begun = self._threads.submit(self._go)
+        self._begun = self._submit(self._go)
+        self._begun.add_done_callback(lambda _: self._ring())
         return False
 
     def is_over(self) -> bool:
@@ -108,9 +111,11 @@ class Aside(Generic[One]):
         try:
             self._made = self._make(one)
             is_over = self._made.begin()
+            until = time.monotonic() + GO_ON_S
+            while not is_over and time.monotonic() < until:
+                is_over = self._made.is_over()
             if is_over:
                 self.free()
         finally:
             self._free.put(one)
-            self._ring()
         return is_over
