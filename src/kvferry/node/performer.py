@@ -102,7 +102,7 @@ class Performer:
         thing = self._book.room(effect.kind, effect.id)
         if view is None:
             return
-        if view.prefix_tokens < 0 and isinstance(thing, Offer) and thing.links:
+        if isinstance(thing, Offer) and thing.links:
             self._learn_prefix(view, thing)
         where, reason = self._node.where, effect.reason
         foreign = reason is not None and (reason.side, reason.rank) != (where.side, where.rank)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.engines import intervals
 from kvferry.engines.grants import GrantTable
 from kvferry.engines.intervals import Intervals
 from kvferry.errors import InputError
@@ -151,10 +152,6 @@ def test_few_rows_are_looked_at_one_by_one_and_found_as_many_are(spans, rows):
     held = Intervals.merged(starts, ends)
     addresses, nbytes = (np.array([row[column] for row in rows], np.uint64) for column in (0, 1))
     few = held.first_outside(addresses, nbytes)
-    if few is None:
-        inside = [(held.starts[:1], held.ends[:1] - held.starts[:1])] if len(held.starts) else []
-        fill = [np.concatenate([each] * 65) for each in zip(*inside, strict=True)] or [addresses[:0]] * 2
-        addresses, nbytes = (np.concatenate([each, more]) for each, more in zip((addresses, nbytes), fill, strict=True))
-    else:
-        addresses, nbytes = (np.concatenate([each, np.full(65, 200, np.uint64)]) for each in (addresses, nbytes))
-    assert held.first_outside(addresses, nbytes) == few
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intervals, "_FEW", -1)
+        assert held.first_outside(addresses, nbytes) == few
