@@ -62,6 +62,7 @@ class Looks:
         end_tokens: the token after the last one that moves.
         full: every byte is digested, not samples.
         nbytes: how many bytes move.
+        pages: this side's page lists by space, where they are known before.
     """
 
     route: Route
@@ -72,7 +73,9 @@ class Looks:
     end_tokens: int
     full: bool
     nbytes: int
+    pages: Mapping[str, bytes] | None = None
     _found: list[tuple[str, Look, int]] | None = None
+    _places: list[Place] | None = None
 
     @property
     def is_prepared(self) -> bool:
@@ -80,12 +83,16 @@ class Looks:
         return self._found is not None
 
     def prepare(self) -> None:
-        """Make all windows, unless they are to be read to the last byte or are too many."""
+        """Make all windows, unless all bytes are read or they are too many; of a small request their addresses, too."""
         if not self.full and self.nbytes <= KEPT_BYTES:
             self._found = [(space, seen.kept(), first) for space, seen, first in self._looks()]
+            if self.pages is not None and self.nbytes <= SMALL_BYTES:
+                self._places = [place.located() for place in self.places(self.pages)]
 
     def places(self, pages: Mapping[str, bytes]) -> list[Place]:
         """The same with pages; raises InputError where the numbers make no request."""
+        if self._places is not None:
+            return self._places
         found = self._looks() if self._found is None else self._found
         return [Place(space, seen, numbers(pages, space), first) for space, seen, first in found]
 
@@ -111,25 +118,32 @@ class Place(NamedTuple):
     seen: Look
     pages: I64
     first_page: int
+    at: tuple[I64, ...] = ()
+    """The addresses of each block of windows, where they were worked out before."""
+
+    def located(self) -> Place:
+        """The same with all addresses; raises InputError where the pages do not hold the tokens."""
+        return self._replace(at=tuple(self._addresses(windows) for windows in self.seen.blocks))
 
     def sums(self, read: Read, *, full: bool, share: tuple[int, int] = (0, 1)) -> Sums:
         """Read this process's memory, or a share of it; raises InputError where the pages do not hold the tokens."""
         found = no_sums(self.seen)
-        for whole in self.seen.blocks:
+        for number, whole in enumerate(self.seen.blocks):
             windows = whole.share(*share) if share[1] > 1 else whole
-            try:
-                addresses = windows.addresses(self.pages, self.first_page)
-            except IndexError:
-                what = (
-                    f"page list of space {self.space!r} is too short for the request: its length is {len(self.pages)}"
-                )
-                raise InputError(what, hint="num_pages() says how many") from None
+            addresses = self.at[number] if self.at else self._addresses(windows)
             if full:
                 values = _hashed(windows, self.seen, addresses, read)
             else:
                 values = weigh(windows, words(read(addresses, windows.nbytes), windows.nbytes))
             add(found, self.seen, windows, values)
         return found
+
+    def _addresses(self, windows: Windows) -> I64:
+        try:
+            return windows.addresses(self.pages, self.first_page)
+        except IndexError:
+            what = f"page list of space {self.space!r} is too short for the request: its length is {len(self.pages)}"
+            raise InputError(what, hint="num_pages() says how many") from None
 
 
 def sent(route: Route, effect: Digest | Prepare) -> Looks:
@@ -150,7 +164,7 @@ def sent(route: Route, effect: Digest | Prepare) -> Looks:
 def landed(route: Route, facts: ClaimFacts, nbytes: int, *, full: bool) -> Looks:
     """Of what a claim gets from one source, at the destination; the route is of the spaces that the source sends."""
     prefix = facts.prefix_tokens
-    return Looks(route, 1, _rows(facts.pages), prefix, prefix, facts.end_tokens, full, nbytes)
+    return Looks(route, 1, _rows(facts.pages), prefix, prefix, facts.end_tokens, full, nbytes, facts.pages)
 
 
 def pages_of(chunks: Sequence[Chunk]) -> dict[str, bytes]:
