@@ -40,6 +40,7 @@ class MooncakeEngine(PeerEngine[Instance, Blob]):
     each connection is told (`personal`) of an instance of its own, which is destroyed, by RDMA with its queue pairs and
     memory keys. The library listens on all interfaces, whatever `bind_host` is, and whoever reaches its ports may read
     and write all registered memory.
+    Calls of the seam only fill queues that the peers' threads take from: ANY_THREAD.
     A call that is blocked can't be ended: `close` waits for 2 s, then leaves that peer's thread, a daemon, to itself;
     the thread ends when the call returns, a minute later at most, and keeps its instance until then.
     """

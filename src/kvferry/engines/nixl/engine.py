@@ -49,7 +49,8 @@ class NixlEngine:
     `ucx_error_handling_mode` ("peer": a lost peer is noticed; "none": it is not, and shared memory may be used) and
     `num_workers` go to UCX; `param.<name>` goes to any backend under that name, for instance
     `param.engine_config=TLS=tcp` (UCX's settings without their UCX_). `attach_timeout_s` and `transfer_timeout_s` are
-    the engine's own deadlines, since NIXL has none.
+    the engine's own deadlines, since NIXL has none. `copy_threads` copy large batches where the library copies in the
+    call that begins a transfer (see `lanes`).
 
     Capabilities, after `open`: NEEDS_TARGET_POLL, ANY_THREAD. DEVICE_MEMORY if the backend says so and a CUDA driver is
     here; that was never run, for lack of a GPU. FENCE over UCX with its error handling, for host memory, without RDMA
