@@ -18,6 +18,7 @@ from kvferry.layout import Device
 from kvferry.node import memory_reader
 from kvferry.node.memory_reader import Mapped, read_few, read_many
 from kvferry.presets import page_major
+from pages_away import out_of_reach
 
 MAP_FIXED = 0x10  # not in the mmap module
 
@@ -136,15 +137,6 @@ def map_again(address, size):
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
     assert libc.mmap(address, size, 0, kind, -1, 0) == address
-
-
-@contextlib.contextmanager
-def out_of_reach(address):
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    assert libc.mprotect(address, mmap.PAGESIZE, 0) == 0
-    yield
-    assert libc.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 def test_memory_that_is_gone_is_found_and_named():

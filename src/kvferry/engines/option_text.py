@@ -29,6 +29,14 @@ def seconds_of(options: Mapping[str, str], name: str, default: str, engine: str)
     return seconds
 
 
+def number_of(options: Mapping[str, str], name: str, default: int, engine: str, *, least: int = 1, most: int) -> int:
+    """An option that is a whole number. Raises ConfigError unless it is from least to most."""
+    text = options.get(name, str(default))
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise wrong(name, text, f"a number from {least} to {most}", engine)
+    return int(text)
+
+
 def wrong(name: str, text: str, hint: str, engine: str) -> ConfigError:
     """That an option has a value that is none."""
     return ConfigError(f"option {name!r} of the {engine} engine is {text!r}", hint=hint)

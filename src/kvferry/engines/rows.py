@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import numpy as np
 
 from kvferry.engines.intervals import Intervals
@@ -37,6 +40,15 @@ def why_not(batch: Batch, sources: Intervals, limits: Limits) -> str:
     if total != batch.total_bytes:
         return f"a batch says {batch.total_bytes} bytes and its rows add up to {total}"
     return ""
+
+
+SPLIT_BYTES = 1 << 20
+"""Of a batch below this no part is given to another thread: waking it costs more than it brings."""
+
+
+def shares(total_bytes: int, number: int) -> Iterator[tuple[int, int]]:
+    """Where equal parts of so many bytes begin and end, for `cut`."""
+    return itertools.pairwise(total_bytes * each // number for each in range(number + 1))
 
 
 def cut(batch: Batch, low: int, high: int) -> tuple[Batch, int]:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvferry.engines.local import copier
-from kvferry.engines.local.copier import SPLIT_BYTES, Copier, cut
+from kvferry.engines.local.copier import Copier
+from kvferry.engines.rows import SPLIT_BYTES, cut
 from kvferry.plan import Batch
 
 ROW = 4096

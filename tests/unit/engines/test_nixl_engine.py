@@ -1,7 +1,5 @@
 """What the engine suite does not show of NIXL: what is refused and how it is said, blobs, attaching, the try-out."""
 
-import contextlib
-import ctypes
 import mmap
 import subprocess
 import sys
@@ -20,6 +18,7 @@ from kvferry.engines.seam import Batch, Caps, EngineConfig, Outcome, Region
 from kvferry.errors import EngineError, EngineUnavailable
 from kvferry.ids import PeerId
 from kvferry.testing.suite_pair import GUARD, open_end, wait_for
+from pages_away import out_of_reach
 
 need("nixl")
 
@@ -236,15 +235,6 @@ def test_a_process_that_has_outcomes_all_the_time_serves_its_peers_all_the_same(
         assert [done.ticket for done in target.poll(0)] == [refused]
         assert time.monotonic() < until
     assert pair.write(pair.batch([0], [0], [10])).outcome is Outcome.LANDED
-
-
-@contextlib.contextmanager
-def out_of_reach(address):
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    assert libc.mprotect(address, mmap.PAGESIZE, 0) == 0
-    yield
-    assert libc.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 def test_a_row_that_meets_a_page_that_is_out_of_reach_is_done_to_the_library(pair):

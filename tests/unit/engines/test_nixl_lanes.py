@@ -14,8 +14,8 @@ from nixl_pairs import POOL, TCP, a_pair, attached, submit
 from engine_here import need
 from kvferry.engines.nixl import lane, lanes
 from kvferry.engines.nixl.agent import Agent
-from kvferry.engines.nixl.lanes import SPLIT_BYTES
 from kvferry.engines.nixl.peers import Peers
+from kvferry.engines.rows import SPLIT_BYTES
 from kvferry.engines.seam import Caps, Outcome, Region
 from kvferry.errors import EngineError, WireError
 from kvferry.testing.suite import EngineSuite
@@ -43,6 +43,13 @@ def rows(pair, seed=0, size=65536 - 24):
     for here, there in zip(src, dst, strict=True):
         expected[there : there + size] = pair.writer.pool[here : here + size]
     return batch, expected
+
+
+def lands_whole(pair, batch, expected):
+    pair.target.pool[:] = GUARD
+    assert pair.write(batch).outcome is Outcome.LANDED
+    assert np.array_equal(pair.target.pool, expected)
+    return batch
 
 
 def lanes_of(pair):
@@ -91,10 +98,7 @@ def test_the_first_large_batch_is_copied_alone_and_later_ones_in_parts_with_ever
     engaged(pair)
     seen.clear()
     for seed in range(5):
-        pair.target.pool[:] = GUARD
-        batch, expected = rows(pair, seed)
-        assert pair.write(batch).outcome is Outcome.LANDED
-        assert np.array_equal(pair.target.pool, expected)
+        batch = lands_whole(pair, *rows(pair, seed))
     assert len(seen) == 5 * lanes.PARTS * 2
     assert sum(nbytes for _, nbytes in seen) == 5 * batch.total_bytes
     assert {name for name, _ in seen} == {"kvferry-nixl-copy"}
@@ -132,10 +136,7 @@ def test_memory_that_was_registered_anew_is_copied_from(pair):
     other = np.random.default_rng(9).integers(0, 256, POOL, np.uint8)
     pair.writer.engine.register([Region(other.ctypes.data, POOL)])
     pair.writer.pool = other
-    batch, expected = rows(pair, 4)
-    pair.target.pool[:] = GUARD
-    assert pair.write(batch).outcome is Outcome.LANDED
-    assert np.array_equal(pair.target.pool, expected)
+    lands_whole(pair, *rows(pair, 4))
 
 
 def test_a_peer_that_was_left_and_attached_anew_is_connected_to_anew(pair):
@@ -146,9 +147,7 @@ def test_a_peer_that_was_left_and_attached_anew_is_connected_to_anew(pair):
     assert not has_lanes(pair)
     batch, expected = rows(pair, 2)
     for _ in range(2):
-        pair.target.pool[:] = GUARD
-        assert pair.write(batch).outcome is Outcome.LANDED
-        assert np.array_equal(pair.target.pool, expected)
+        lands_whole(pair, batch, expected)
         engaged(pair)
 
 
@@ -177,9 +176,7 @@ def test_a_further_agent_that_can_not_be_made_costs_nothing_but_speed(pair, monk
     monkeypatch.setattr(lanes_of(pair), "_make", broken)
     batch, expected = rows(pair)
     written_until(pair, lambda: pair.writer.engine.info()["copy_problem"])
-    pair.target.pool[:] = GUARD
-    assert pair.write(batch).outcome is Outcome.LANDED
-    assert np.array_equal(pair.target.pool, expected)
+    lands_whole(pair, batch, expected)
     assert not has_lanes(pair)
     assert "on purpose" in pair.writer.engine.info()["copy_problem"]
     assert "copies with one thread: RuntimeError: on purpose" in caplog.text
@@ -211,9 +208,7 @@ def test_a_part_that_can_not_be_made_fails_the_batch_without_a_proof(pair, monke
     assert pair.attach().outcome is Outcome.LANDED, "as the node does after a failure"
     batch, expected = rows(pair, 3)
     for _ in range(2):
-        pair.target.pool[:] = GUARD
-        assert pair.write(batch).outcome is Outcome.LANDED
-        assert np.array_equal(pair.target.pool, expected)
+        lands_whole(pair, batch, expected)
         engaged(pair)
 
 
@@ -272,10 +267,7 @@ def test_what_can_not_be_registered_leaves_nothing_registered_and_the_next_does(
         engine.register([Region(pair.writer.address, POOL), Region(pair.writer.address, 4096, 3)])
     assert pair.write(rows(pair)[0]).outcome is Outcome.FAILED_QUIET
     engine.register([Region(pair.writer.address, POOL)])
-    batch, expected = rows(pair, 7)
-    pair.target.pool[:] = GUARD
-    assert pair.write(batch).outcome is Outcome.LANDED
-    assert np.array_equal(pair.target.pool, expected)
+    lands_whole(pair, *rows(pair, 7))
 
 
 def test_a_fence_lands_when_the_writer_closed_with_copies_that_nobody_had_collected(pair):

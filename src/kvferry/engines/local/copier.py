@@ -11,20 +11,16 @@ import errno
 import logging
 from concurrent.futures import wait
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 
 from kvferry.engines.local.iovec import Cursor, row_at, vectors_of
 from kvferry.engines.local.syscalls import error_name, write_memory
-from kvferry.engines.rows import cut
+from kvferry.engines.rows import SPLIT_BYTES, cut, shares
 from kvferry.plan.batch import Batch
 from kvferry.workers import Workers
 
 log = logging.getLogger("kvferry.engines.local")
-
-SPLIT_BYTES = 1 << 20
-"""Below this waking a thread costs more than it brings."""
 
 
 class Copier:
@@ -43,8 +39,7 @@ class Copier:
         """
         others = self._others_for(batch)
         parts = others.running + 1 if others else 1
-        cuts = [batch.total_bytes * number // parts for number in range(parts + 1)]
-        (low, high), *theirs = pairwise(cuts)
+        (low, high), *theirs = shares(batch.total_bytes, parts)
         given = [others.submit(partial(self._part, pid, batch, *their)) for their in theirs] if others else []
         try:
             mine = self._part(pid, batch, low, high)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvferry.engines.option_text import number_of
 from kvferry.errors import ConfigError
 
 MECHANISMS = ("auto", "shm", "cma", "tcp")
@@ -37,12 +38,8 @@ def parse(options: Mapping[str, str]) -> Options:
         raise ConfigError(
             f"option 'mechanism' of the local engine is {mechanism!r}", hint=f"one of {', '.join(MECHANISMS)}"
         )
-    threads = str(min(2, os.cpu_count() or 1))
-    return Options(mechanism, _number(options, "tcp_connections", "2"), _number(options, "copy_threads", threads))
-
-
-def _number(options: Mapping[str, str], name: str, default: str) -> int:
-    text = options.get(name, default)
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_NUMBER:
-        raise ConfigError(f"option {name!r} of the local engine is {text!r}", hint=f"a number from 1 to {MAX_NUMBER}")
-    return int(text)
+    return Options(
+        mechanism,
+        number_of(options, "tcp_connections", 2, "local", most=MAX_NUMBER),
+        number_of(options, "copy_threads", min(2, os.cpu_count() or 1), "local", most=MAX_NUMBER),
+    )

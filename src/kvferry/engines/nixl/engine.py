@@ -16,7 +16,7 @@ from kvferry.engines.nixl.agent import NONCE_BYTES, Agent
 from kvferry.engines.nixl.blob import VERSION, Blob, decode, encode
 from kvferry.engines.nixl.farewell import Attachment, Farewells
 from kvferry.engines.nixl.flight import Flight
-from kvferry.engines.nixl.lanes import SPLIT_BYTES, Lanes
+from kvferry.engines.nixl.lanes import Lanes
 from kvferry.engines.nixl.memory import Memory, split, why_not_there
 from kvferry.engines.nixl.native import explain
 from kvferry.engines.nixl.options import Options, parse
@@ -25,7 +25,7 @@ from kvferry.engines.nixl.probe import Probe
 from kvferry.engines.nixl.serving import Serving
 from kvferry.engines.nixl.transfer import Transfer
 from kvferry.engines.owner import Owner, not_open
-from kvferry.engines.rows import why_not
+from kvferry.engines.rows import SPLIT_BYTES, why_not
 from kvferry.engines.seam import Caps, Done, EngineConfig, Outcome, Region, Ticket
 from kvferry.engines.unproven import Unproven
 from kvferry.errors import EngineError, WireError
@@ -101,8 +101,7 @@ class NixlEngine:
         self._library = library.load()
         self._incarnation = config.me.incarnation
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        name = f"kvferry-{self._incarnation:016x}-{secrets.token_hex(4)}"
-        self._agent = self._new_agent(name, self._nonce)
+        self._agent = self._new_agent(self._nonce)
         self._lanes = Lanes(self._options.copy_threads, self._new_lane, self._options.attach_timeout_s)
         self._peers = Peers(self._agent)
         self._farewells = Farewells(self._agent)
@@ -299,11 +298,12 @@ class NixlEngine:
         self._owner.check()
         return self._agent
 
-    def _new_agent(self, name: str, nonce: bytes) -> Agent:
+    def _new_agent(self, nonce: bytes) -> Agent:
+        name = f"kvferry-{self._incarnation:016x}-{secrets.token_hex(4)}"
         return Agent(self._library, name, self._options.backend, self._options.parameters, nonce)
 
     def _new_lane(self) -> Agent:
-        return self._new_agent(f"kvferry-{self._incarnation:016x}-{secrets.token_hex(4)}", bytes(NONCE_BYTES))
+        return self._new_agent(bytes(NONCE_BYTES))
 
     def _in_use(self) -> set[str]:
         """Agents that something is under way to which an outcome is owed, or a later proof."""

@@ -54,7 +54,7 @@ class Lane:
         return attachment in self._reached and not self.problem
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Replace the memory that is read; waits for what it is copying."""
+        """Replace the memory that is read, while nothing is copied."""
         self._regions = regions
         if self._agent is not None and not self.problem:
             self._guarded(partial(self._agent.replace_memory, regions))

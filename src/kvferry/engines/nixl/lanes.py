@@ -9,11 +9,10 @@ there are none.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, wait
 
 from kvferry.engines.nixl.agent import Agent
@@ -21,15 +20,12 @@ from kvferry.engines.nixl.farewell import Attachment
 from kvferry.engines.nixl.lane import Lane
 from kvferry.engines.nixl.memory import Rows
 from kvferry.engines.nixl.transfer import Aside, Transfer
-from kvferry.engines.rows import cut
+from kvferry.engines.rows import SPLIT_BYTES, cut, shares
 from kvferry.engines.seam import Region
 from kvferry.plan.batch import Batch
 from kvferry.workers import Workers
 
 log = logging.getLogger("kvferry.engines")
-
-SPLIT_BYTES = 1 << 20
-"""Below this waking a thread costs more than it brings."""
 
 PARTS = 2
 """So many parts of a batch for each thread: a thread that is held up leaves the rest to others."""
@@ -111,7 +107,7 @@ class Lanes:
             return []
         if not self._lanes or not all(lane.reaches(attachment) for lane in self._lanes):
             return []
-        return list(_cut(batch, PARTS * len(self._lanes)))
+        return [cut(batch, *share)[0] for share in shares(batch.total_bytes, PARTS * len(self._lanes))]
 
     def write(self, peer: str, here: Rows, there: Rows) -> Transfer:
         """Make a transfer that one of the threads begins."""
@@ -178,8 +174,3 @@ class Lanes:
             lane.register(self._regions)
             self._lanes.append(lane)
             self._free.put(lane)
-
-
-def _cut(batch: Batch, number: int) -> Iterator[Batch]:
-    cuts = (batch.total_bytes * each // number for each in range(number + 1))
-    return (cut(batch, low, high)[0] for low, high in itertools.pairwise(cuts))

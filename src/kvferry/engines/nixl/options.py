@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvferry.engines import devices
 from kvferry.engines.devices import devices_of
-from kvferry.engines.option_text import seconds_of, wrong
+from kvferry.engines.option_text import number_of, seconds_of, wrong
 from kvferry.errors import ConfigError
 
 KNOWN = (
@@ -20,7 +20,7 @@ PARAMETER = "param."
 
 _ERROR_MODES = ("peer", "none")
 _MAX_WORKERS = 64
-MAX_THREADS = 16
+_MAX_THREADS = 16
 
 
 class Options(NamedTuple):
@@ -53,7 +53,7 @@ def parse(options: Mapping[str, str]) -> Options:
     return Options(
         options.get("backend", "UCX"), _parameters(options),
         seconds_of(options, "attach_timeout_s", "10", "NIXL"), seconds_of(options, "transfer_timeout_s", "30", "NIXL"),
-        _number(options, "copy_threads", min(2, os.cpu_count() or 1), MAX_THREADS),
+        number_of(options, "copy_threads", min(2, os.cpu_count() or 1), "NIXL", most=_MAX_THREADS),
     )  # fmt: skip
 
 
@@ -71,15 +71,8 @@ def _parameters(options: Mapping[str, str]) -> dict[str, str]:
             raise _wrong("ucx_error_handling_mode", mode, f"one of {', '.join(_ERROR_MODES)}")
         found["ucx_error_handling_mode"] = mode
     if "num_workers" in options:
-        found["num_workers"] = str(_number(options, "num_workers", 1, _MAX_WORKERS))
+        found["num_workers"] = str(number_of(options, "num_workers", 1, "NIXL", most=_MAX_WORKERS))
     return found
-
-
-def _number(options: Mapping[str, str], name: str, default: int, most: int) -> int:
-    text = options.get(name, str(default))
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise _wrong(name, text, f"a number from 1 to {most}")
-    return int(text)
 
 
 def _wrong(name: str, text: str, hint: str) -> ConfigError:
