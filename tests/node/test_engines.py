@@ -97,8 +97,13 @@ def test_an_engine_that_raises_when_a_peer_is_lost_harms_nobody_else(raising, ma
 
 def cut_data_connections(side):
     """What a firewall does to a connection that was idle for long; the control plane does not notice."""
-    for receiver in side.engine._target.writers.receivers():
+    writers = side.engine._target.writers
+    for receiver in writers.receivers():
         receiver.cut(None)
+    deadline = time.monotonic() + 5
+    while writers.receivers():  # the engine's own threads do it
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_a_cut_data_connection_costs_at_most_one_room_and_its_pages_come_back(make, kit):
