@@ -3,8 +3,8 @@
 Two processes for each contestant, none of them a server: bootstrap server, managers, senders and receivers as a
 scheduler uses them. All have the same memory (huge pages, a region per layer), page lists and habit; a round writes new
 bytes, has decode name its pages, then takes the time from just before send() until decode's poll() says Success; every
-byte is compared afterwards. SGLang's connectors have threads that spin, so they are stopped by a signal while another
-contestant is measured.
+byte is compared afterwards. Small requests come in bursts, as on a busy server; a burst's first one is counted apart.
+SGLang's connectors have threads that spin, so they are stopped by a signal while another contestant is measured.
 """
 
 from __future__ import annotations
@@ -29,13 +29,19 @@ AWAKE_S = 0.2
 """Time for timers that ran out meanwhile."""
 LIMIT_S = 120.0
 IDLE_S = 2.0
-LARGE = Work("134 MB", layers=32, pages=64, page_bytes=65536, nap_us=200)
-TINY = Work("64 KB", layers=4, pages=4, page_bytes=4096, nap_us=0)
+LARGE = Work("134 MB", layers=32, pages=64, page_bytes=65536, nap_us=200, forward_s=0.02, burst=1)
+TINY = Work("64 KB", layers=4, pages=4, page_bytes=4096, nap_us=0, forward_s=0.0, burst=12)
+FIRST = "64 KB 1st"
+"""A turn's first small request."""
+KINDS = {"large": LARGE, "small": TINY}
 CASES = ((LARGE, "contiguous"), (LARGE, "shuffled"), (TINY, "shuffled"))
 CONTESTANTS = (
     ("sglang", "nixl", ("",)), ("kvferry", "nixl", ("sample", "off")), ("sglang", "mooncake", ("",)),
     ("kvferry", "mooncake", ("sample", "off")), ("kvferry", "local", ("sample", "off")),
 )  # fmt: skip
+
+Sample = tuple[float, float, float]
+"""Milliseconds, milliseconds of CPU at prefill and at decode."""
 
 
 class Contestant:
@@ -44,6 +50,7 @@ class Contestant:
     def __init__(self, crew: Crew, connector: str, engine: str, work: Work) -> None:
         self.connector, self.engine = connector, engine
         self._crew = crew
+        self._burst = work.burst
         setup = Setup(work, engine, free_port())
         module, kind = f"{connector}_side", connector.capitalize()
         self._sides = []
@@ -55,9 +62,14 @@ class Contestant:
                 self._endpoints = hello["endpoints"]
         self.stop()
 
-    def round(self, number: int, order: str, mode: str) -> tuple[float, float, float]:
-        """One transfer: milliseconds, milliseconds of CPU at prefill and at decode. Raises BenchError, SystemExit."""
+    def turn(self, number: int, order: str, mode: str) -> list[Sample]:
+        """A burst of transfers while all others rest. Raises BenchError, SystemExit."""
         self.go()
+        found = [self._round(number + each, order, mode) for each in range(self._burst)]
+        self.stop()
+        return found
+
+    def _round(self, number: int, order: str, mode: str) -> Sample:
         crew, (prefill, decode) = self._crew, self._sides
         endpoint = self._endpoints[mode]
         crew.begin(prefill, "offer", round_number=number, mode=mode)
@@ -68,7 +80,6 @@ class Contestant:
         received = crew.answer(decode, "receive", LIMIT_S)
         if wrong := crew.ask(decode, "check", LIMIT_S, round_number=number, order=order):
             raise SystemExit(f"{self.connector} on {self.engine}: {wrong}")
-        self.stop()
         return 1e3 * (received["end_s"] - sent["begin_s"]), 1e3 * sent["cpu_s"], 1e3 * received["cpu_s"]
 
     def idle(self) -> tuple[float, float]:
@@ -111,15 +122,17 @@ def measure(crew: Crew, work: Work, orders: list[str], repeats: int, engines: li
     ]
     turns = [(player, mode, order) for order in orders for player, modes in players for mode in modes]
     samples: dict[int, list] = {index: [] for index in range(len(turns))}
-    number = 0
+    firsts: dict[int, list] = {index: [] for index in range(len(turns))}
+    number = 1
     for repeat in range(-1, repeats):  # the first one warms up
         for step in range(len(turns)):
             index = (step + 3 * repeat) % len(turns)
             player, mode, order = turns[index]
-            number += 1
-            found = player.round(number, order, mode)
+            first, *later = player.turn(number, order, mode)
+            number += work.burst
             if repeat >= 0:
-                samples[index].append(found)
+                firsts[index].append(first)
+                samples[index] += later or [first]
         print(f"{work.name}: round {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
     idle = {}
     for player, _ in players:
@@ -127,14 +140,16 @@ def measure(crew: Crew, work: Work, orders: list[str], repeats: int, engines: li
         player.stop()
     for player, _ in players:
         player.go()
+    kinds = {work.name: samples} if work.burst == 1 else {FIRST: firsts, work.name: samples}
     return [
-        {"work": work.name, "order": order, "connector": player.connector, "engine": player.engine, "mode": mode,
-         "nbytes": work.nbytes, **figures(samples[index]), **idle[player]}
+        {"work": name, "order": order, "connector": player.connector, "engine": player.engine, "mode": mode,
+         "nbytes": work.nbytes, **figures(of_kind[index]), **idle[player]}
+        for name, of_kind in kinds.items()
         for index, (player, mode, order) in enumerate(turns)
     ]  # fmt: skip
 
 
-def figures(samples: list[tuple[float, float, float]]) -> dict:
+def figures(samples: list[Sample]) -> dict:
     """Median and best decile of the milliseconds, medians of the CPU."""
     times, prefill, decode = ([each[column] for each in samples] for column in range(3))
     return {
@@ -151,7 +166,7 @@ def lines(found: list[dict]) -> list[str]:
         other = theirs.get((each["work"], each["order"], each["engine"]))
         name = f"{each['connector']} {each['engine']}" + (f", digest {each['mode']}" if each["mode"] else "")
         text = (
-            f"{each['work']:7}{each['order']:11} {name:31} median {each['median_ms']:8.2f} ms, best decile "
+            f"{each['work']:10}{each['order']:11} {name:31} median {each['median_ms']:8.2f} ms, best decile "
             f"{each['best_decile_ms']:8.2f} ms, CPU prefill {each['prefill_cpu_ms']:7.1f} ms, decode "
             f"{each['decode_cpu_ms']:6.1f} ms"
         )
@@ -161,9 +176,10 @@ def lines(found: list[dict]) -> list[str]:
         said.append(text)
     players = {(each["connector"], each["engine"], each["work"]): each for each in found}.values()
     return said + [
-        f"{each['work']:7}{'idle':11} {each['connector'] + ' ' + each['engine']:31} prefill "
+        f"{each['work']:10}{'idle':11} {each['connector'] + ' ' + each['engine']:31} prefill "
         f"{each['prefill_idle_percent']:.1f} %, decode {each['decode_idle_percent']:.1f} % of a processor"
         for each in players
+        if each["work"] != FIRST
     ]
 
 
@@ -171,11 +187,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15, help="measured rounds of each contestant and order")
     parser.add_argument("--engines", default="nixl,mooncake,local", help="which of them, with commas")
+    parser.add_argument("--requests", default="large,small", help="which of them, with commas")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
     load = " ".join(f"{value:.2f}" for value in os.getloadavg())
     found = []
-    for work in (LARGE, TINY):
+    for work in (KINDS[name] for name in options.requests.split(",")):
         orders = [order for each, order in CASES if each is work]
         with Crew(COMMAND) as crew:
             found += measure(crew, work, orders, options.repeats, options.engines.split(","))

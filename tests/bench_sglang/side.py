@@ -13,9 +13,6 @@ from work import Memory, Work, poll_until
 
 from kvferry.bench.child import note
 
-FORWARD_S = 0.02
-"""Between naming pages and sending there is at least a forward pass, for all contestants."""
-
 
 class Setup(msgspec.Struct, frozen=True):
     """What a side is told: the backend by its engine's name, and where prefill's bootstrap server is to listen."""
@@ -69,7 +66,7 @@ class Prefill(Side):
         self.room = self.sender(round_number, mode)
         self.poll_until("WaitingForInput")
         self.begin()
-        time.sleep(FORWARD_S)
+        time.sleep(self.work.forward_s)
 
     def send(self, round_number: int, order: str) -> dict:
         """Send and poll until Success; when it began, CPU seconds of all threads until then."""

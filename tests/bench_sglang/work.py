@@ -25,6 +25,8 @@ class Work(msgspec.Struct, frozen=True):
         pages: pages of the request, which are all pages of the pool.
         page_bytes: bytes of a page of one layer.
         nap_us: sleep between two polls of both schedulers; 0 gives the processor away and goes on.
+        forward_s: between naming pages and sending, where a forward pass is in reality, for all contestants.
+        burst: requests of a turn, one after the other; the first one is counted apart: its contestant has rested.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Work(msgspec.Struct, frozen=True):
     pages: int
     page_bytes: int
     nap_us: float
+    forward_s: float
+    burst: int
 
     @property
     def nbytes(self) -> int:

@@ -22,9 +22,6 @@ from kvferry.bench.transfer_spec import TransferSpec, manager_settings
 from kvferry.plan import Batch
 from kvferry.pool import Pool, allocate_pool
 
-PREFILL_S = 0.02
-"""Between naming the pages and sending them there is at least a forward pass; kvferry uses the time to prepare."""
-
 
 class Setup(msgspec.Struct, frozen=True):
     """What a side is told."""
@@ -128,9 +125,9 @@ class PrefillSide(TransferSide):
         self.geometry.fill(self.arrays, round_number)
 
     def claimed(self) -> None:
-        """Wait until the decode side has named its pages in every room, and as long as a short prefill takes."""
+        """Wait until the decode side has named its pages in every room, and as long as a forward pass is to take."""
         until_claimed([sender for sender, _ in self.senders], "wait", self.spec.round_limit_s)
-        time.sleep(PREFILL_S)
+        time.sleep(self.spec.forward_ms / 1000)
 
     def send(self) -> dict[str, float]:
         """Send, wait until all is through; returns when it began and the CPU seconds of all threads."""

@@ -46,6 +46,7 @@ class TransferSpec(msgspec.Struct, frozen=True, kw_only=True):
         digests: values of the setting `digest` that are measured, in turns.
         layout: "page": a page of all layers is one run; "layer": one tensor for K and one for V of each layer.
         wait: how the decode side waits.
+        forward_ms: how long both sides do nothing between naming pages and sending.
         seed: decides the shuffled order.
         case: a model's request between two grids; None where pages of a fixed size are moved between two ranks.
         bare: whether the engine's library is driven bare beside; None where it can be.
@@ -64,6 +65,7 @@ class TransferSpec(msgspec.Struct, frozen=True, kw_only=True):
     digests: tuple[str, ...] = ("sample",)
     layout: str = "page"
     wait: str = "yield"
+    forward_ms: int = 20
     seed: int = 1
     case: ModelCase | None = None
     bare: bool | None = None
@@ -108,6 +110,7 @@ def check(spec: TransferSpec) -> None:
     for name, count in counts.items():
         at_least(name, count, 1)
     at_least("seed", spec.seed, 0)
+    at_least("forward-ms", spec.forward_ms, 0)
     chosen(("order", spec.order, ORDERS), ("pool", spec.pool, POOLS), ("layout", spec.layout, LAYOUTS))
     chosen(("wait", spec.wait, WAITS), *(("digest", digest, DIGESTS) for digest in spec.digests))
     if spec.case is None:

@@ -39,7 +39,8 @@ def transfer(
     prefill: str | None = None, decode: str | None = None, layers: int | None = None, pages: int | None = None,
     page_bytes: int | None = None, order: str = "shuffle", inflight: int = 1, repeats: int | None = None,
     pool: str = "private", digest: str | None = None, compare_digest: Flag = False, layout: str | None = None,
-    wait: str = "yield", bare: bool | None = None, seed: int = 1, quick: Flag = False, json: Flag = False,
+    wait: str = "yield", forward_ms: int = 20, bare: bool | None = None, seed: int = 1, quick: Flag = False,
+    json: Flag = False,
 ) -> int:  # fmt: skip
     """Measure large hand-overs between two processes, from send() until the decode side's scheduler sees Success.
 
@@ -68,8 +69,8 @@ def transfer(
         layout: Without --model: page (a page of all layers is one run) or layer (one tensor for K and one for V of each
             layer). page.
         wait: How the decode side waits: wait, yield (sched_yield between polls), nap (200 us) or busy (300 us Python).
-        bare: Drive the engine's own library without kvferry in turns with it; by default wherever that is possible,
-            which is nixl and mooncake.
+        forward_ms: Milliseconds of rest between naming pages and sending them: the forward pass. 0: busy, warm caches.
+        bare: Drive the engine's own library without kvferry in turns with it; by default with nixl and mooncake.
         seed: Decides the shuffled order.
         quick: Few and small rounds: whether it works, not how fast it is.
         json: Print one JSON object as the last line; the table goes to standard error.
@@ -77,8 +78,7 @@ def transfer(
     if compare_digest and digest is not None:
         raise InputError("--digest and --compare-digest were both given", hint="give one of them")
     fixed = {"layers": layers, "pages": pages, "page_bytes": page_bytes, "layout": layout}
-    of_model = {"tokens": tokens, "prefill": prefill, "decode": decode}
-    _refuse_mixture(model, fixed, of_model)
+    _refuse_mixture(model, fixed, {"tokens": tokens, "prefill": prefill, "decode": decode})
     case = None
     if model is not None:
         at_least("inflight", inflight, 1)
@@ -89,7 +89,7 @@ def transfer(
         page_bytes=_given(page_bytes, 65536), order=order, inflight=inflight,
         repeats=_given(repeats, 3 if quick else 30), warmup=1 if quick else 2, pool=pool,
         digests=settings.DIGESTS if compare_digest else (_digest(digest),), layout=_given(layout, "page"), wait=wait,
-        seed=seed, case=case, bare=bare,
+        forward_ms=forward_ms, seed=seed, case=case, bare=bare,
     )  # fmt: skip
     report = transfer_bench.measure(spec, _say)
     _show(report, transfer_table(report), json)

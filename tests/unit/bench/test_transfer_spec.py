@@ -26,6 +26,7 @@ WRONG = {
     "no bytes": ({"page_bytes": 0}, "--page-bytes 0 is below 1"),
     "nothing in flight": ({"inflight": 0}, "--inflight 0 is below 1"),
     "no rounds": ({"repeats": 0}, "--repeats 0 is below 1"),
+    "time backwards": ({"forward_ms": -1}, "--forward-ms -1 is below 0"),
     "a negative seed": ({"seed": -1}, "--seed -1 is below 0"),
     "a page that K and V of 16 tokens do not fill": ({"page_bytes": 100}, "100 is not a multiple of 32"),
     "more requests than pages": ({"pages": 3, "inflight": 4}, r"--inflight 4 is above --pages 3 .each request needs"),

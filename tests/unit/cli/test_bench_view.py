@@ -139,7 +139,7 @@ OPTIONS = {
     "transfer": {
         "--engine", "--mechanism", "--layers", "--pages", "--page-bytes", "--order", "--inflight", "--repeats",
         "--pool", "--digest", "--compare-digest", "--layout", "--wait", "--seed", "--quick", "--json",
-        "--model", "--tokens", "--prefill", "--decode", "--bare",
+        "--model", "--tokens", "--prefill", "--decode", "--bare", "--forward-ms",
     },
     "rooms": {
         "--engine", "--mechanism", "--request-bytes", "--modes", "--samples", "--rooms", "--window", "--idle-s",
