@@ -12,7 +12,7 @@ import pytest
 from nixl_pairs import POOL, TCP, a_pair, attached, submit
 
 from engine_here import need
-from kvferry.engines.nixl import lane, lanes
+from kvferry.engines.nixl import lane
 from kvferry.engines.nixl.agent import Agent
 from kvferry.engines.nixl.peers import Peers
 from kvferry.engines.rows import SPLIT_BYTES
@@ -99,7 +99,7 @@ def test_the_first_large_batch_is_copied_alone_and_later_ones_in_parts_with_ever
     seen.clear()
     for seed in range(5):
         batch = lands_whole(pair, *rows(pair, seed))
-    assert len(seen) == 5 * lanes.PARTS * 2
+    assert len(seen) == 5 * 2
     assert sum(nbytes for _, nbytes in seen) == 5 * batch.total_bytes
     assert {name for name, _ in seen} == {"kvferry-nixl-copy"}
     assert pair.writer.engine.info()["copy_threads"] == 2
@@ -112,9 +112,9 @@ def test_one_large_row_is_cut_and_small_batches_are_not(pair, monkeypatch):
     assert pair.write(pair.batch([3], [5], [POOL - 5])).outcome is Outcome.LANDED
     assert (pair.target.pool[5:] == pair.writer.pool[3:-2]).all()
     assert (pair.target.pool[:5] == GUARD).all()
-    assert len(seen) == lanes.PARTS * 2
+    assert len(seen) == 2
     assert pair.write(pair.batch([0], [0], [SPLIT_BYTES - 1])).outcome is Outcome.LANDED
-    assert len(seen) == lanes.PARTS * 2
+    assert len(seen) == 2
 
 
 def test_many_batches_at_once_and_each_has_landed_when_it_is_said(pair):
@@ -226,7 +226,7 @@ def test_a_failure_is_told_when_the_other_parts_are_over_so_that_the_peer_can_be
         patch.setattr(lane.Lane, "write", first_fails)
         done = pair.write(rows(pair)[0])
         assert done.outcome is Outcome.FAILED_UNKNOWN
-        assert next(turn) == lanes.PARTS * 2
+        assert next(turn) == 2
         assert pair.attach().outcome is Outcome.LANDED
 
 

@@ -37,8 +37,8 @@ _LONGEST_NAP_S = 0.0005
 _CLOSE_S = 2.0
 """How long `close` waits for batches that wait to be copied."""
 
-_STEP_EVERY_S = 0.001
-"""How often the library is driven at least while outcomes come without that."""
+_STEP_EVERY_S = 0.05
+"""How often the library is driven at least while outcomes come without that; polls without one drive it besides."""
 
 
 class NixlEngine:

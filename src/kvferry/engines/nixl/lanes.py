@@ -2,8 +2,8 @@
 
 By cross-memory attach the library copies inside of the call that begins a transfer, on the thread that calls, and calls
 to one agent wait for each other: one processor copies, and the engine does nothing else meanwhile. Where that was seen
-of a large batch, further agents connect to the same peer and copy all large batches from then on, in parts that each
-thread takes when it is through with one. Where a card or the kernel moves the bytes such a call returns at once, and
+of a large batch, further agents connect to the same peer and copy all large batches from then on, in a part for each
+thread. Where a card or the kernel moves the bytes such a call returns at once, and
 there are none.
 """
 
@@ -26,9 +26,6 @@ from kvferry.plan.batch import Batch
 from kvferry.workers import Workers
 
 log = logging.getLogger("kvferry.engines")
-
-PARTS = 2
-"""So many parts of a batch for each thread: a thread that is held up leaves the rest to others."""
 
 
 class Lanes:
@@ -107,7 +104,7 @@ class Lanes:
             return []
         if not self._lanes or not all(lane.reaches(attachment) for lane in self._lanes):
             return []
-        return [cut(batch, *share)[0] for share in shares(batch.total_bytes, PARTS * len(self._lanes))]
+        return [cut(batch, *share)[0] for share in shares(batch.total_bytes, len(self._lanes))]
 
     def write(self, peer: str, here: Rows, there: Rows) -> Transfer:
         """Make a transfer that one of the threads begins."""

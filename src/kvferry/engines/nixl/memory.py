@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +48,7 @@ class Memory:
         return self.devices[np.searchsorted(self.starts, addresses, side="right") - 1]
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """One side's rows of a transfer, all of one kind of memory.
 
     Attributes:
