@@ -1,5 +1,6 @@
 """Whoever finds the turn free takes it: no news is lost and nobody waits for another, whatever the callers' habits."""
 
+import contextlib
 import os
 import select
 import threading
@@ -174,16 +175,24 @@ class Interrupt(BaseException):
 
 def test_an_exception_of_a_signal_handler_in_a_turn_fails_the_rooms_by_name_and_nothing_hangs(make, kit, monkeypatch):
     prefill, decode = make("prefill"), make("decode")
-    receiver = kit.claim(decode, prefill, 5, [3])
-    sender = kit.offer(prefill, 5, [4], send=False)
-    kit.until(lambda: sender.poll() is KVPoll.WaitingForInput)
+    control, caller = prefill.manager.node.control, threading.get_ident()
+    perform = control.perform
 
     def interrupted():
-        raise Interrupt
+        if threading.get_ident() == caller:  # where signal handlers run
+            raise Interrupt
+        perform()
 
-    monkeypatch.setattr(prefill.manager.node.control, "perform", interrupted)
-    with pytest.raises(Interrupt):
-        sender.send(np.array([4], np.int32))
+    for room in range(5, 25):
+        receiver = kit.claim(decode, prefill, room, [3])
+        sender = kit.offer(prefill, room, [4], send=False)
+        kit.until(lambda sender=sender: sender.poll() is KVPoll.WaitingForInput)
+        with monkeypatch.context() as patch, contextlib.suppress(Interrupt):
+            patch.setattr(control, "perform", interrupted)
+            sender.send(np.array([4], np.int32))
+            assert receiver.wait(5) is KVPoll.Success, "another thread had the turn"
+            continue
+        break
     assert sender.wait(5) is KVPoll.Failed
     assert receiver.wait(5) is KVPoll.Failed
     assert "Interrupt" in prefill.manager.health()
@@ -221,3 +230,17 @@ def test_a_message_is_taken_after_the_calls_that_were_made_before_it_came(make, 
         control._turn.give_back()
     assert sender.wait(5) is KVPoll.Failed
     assert "enough" in str(sender.failure())
+
+
+def test_a_poll_that_finds_success_leaves_the_thanks_to_later_and_they_are_given_though_nothing_more_is_called(
+    make, kit
+):
+    prefill, decode = make("prefill"), make("decode")
+    owed = False
+    for room in range(1, 21):
+        receiver, sender = kit.claim(decode, prefill, room, [3]), kit.offer(prefill, room, [4])
+        kit.until(lambda receiver=receiver: receiver.poll() is KVPoll.Success)
+        owed = owed or decode.manager.node.control._performer.owes_thanks
+        kit.until(lambda sender=sender: sender.claims_success() is True)
+        assert not decode.manager.node.control._performer.owes_thanks
+    assert owed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,10 @@ from kvferry.layout import All, Cyclic, Layout, Rows, Space, num_pages
 from kvferry.layout.deal import canonical
 from kvferry.layout.one_pool import pool_names
 from kvferry.node.batching import MAIN
-from kvferry.wire import pack_pages, unpack_pages
+from kvferry.wire import pack_pages
+
+Lists = Mapping[str, npt.NDArray[np.int32]]
+"""int32[P] page numbers per space."""
 
 FEW_PAGES = 64
 
@@ -51,12 +54,12 @@ class PageSpaces:
             found[pool] = max(found.get(pool, 0), self.pages[space])
         return found
 
-    def by_pool(self, lists: Mapping[str, bytes]) -> dict[str, npt.NDArray[np.int32]]:
-        """Page lists per space, as they travel, by pool; a space that has none here is left out."""
+    def by_pool(self, lists: Lists) -> dict[str, npt.NDArray[np.int32]]:
+        """Page lists per space by pool; a space that has none here is left out."""
         pools: dict[str, list[npt.NDArray[np.int32]]] = {}
-        for space, data in lists.items():
+        for space, pages in lists.items():
             if (pool := self._pool_of.get(space)) is not None:
-                pools.setdefault(pool, []).append(unpack_pages(data))
+                pools.setdefault(pool, []).append(pages)
         return {pool: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for pool, arrays in pools.items()}
 
     @property
@@ -110,18 +113,17 @@ class PageSpaces:
             )
         return array.astype(np.int32, copy=False)
 
-    def pack(self, kv_indices: Indices, state: StateIndices) -> dict[str, bytes]:
-        """Page lists per space, as they travel. Raises InputError."""
+    def lists(self, kv_indices: Indices, state: StateIndices) -> dict[str, npt.NDArray[np.int32]]:
+        """int32[P] page lists per space, which may be the caller's own memory. Raises InputError."""
         main = self.check(kv_indices, MAIN, "kv_indices")
-        packed = {MAIN: pack_pages(main)} if self.main is not None else {}
-        for name, indices in self._named(state).items():
-            packed[name] = pack_pages(self.check(indices, name, f"state_indices[{name!r}]"))
-        return packed
+        found = {MAIN: main} if MAIN in self.spaces else {}
+        if state is not None:
+            for name, indices in self._named(state).items():
+                found[name] = self.check(indices, name, f"state_indices[{name!r}]")
+        return found
 
-    def _named(self, state: StateIndices) -> dict[str, Indices]:
+    def _named(self, state: Mapping[str, Indices] | Sequence[Indices]) -> dict[str, Indices]:
         names = [name for name in self.spaces if name != MAIN]
-        if state is None:
-            return {}
         if isinstance(state, Mapping):
             unknown = set(state) - set(names)
             if unknown:
@@ -134,6 +136,11 @@ class PageSpaces:
                 hint=f"pass one list for each of {names}, in this order, or a dictionary",
             )
         return dict(zip(names, state, strict=True))
+
+
+def packed(lists: Lists) -> dict[str, bytes]:
+    """The same as they travel, in memory of their own."""
+    return {space: pack_pages(pages) for space, pages in lists.items()}
 
 
 def _bounds(numbers: npt.NDArray[Any]) -> tuple[int, int]:

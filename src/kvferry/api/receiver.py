@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.api.base import BaseKVReceiver, Indices, StateIndices
-from kvferry.api.indices import whole_number
+from kvferry.api.indices import packed, whole_number
 from kvferry.api.lookup import find_ranks
 from kvferry.api.room import MAX_TAG, Room
 from kvferry.bootstrap import BootstrapClient
@@ -114,14 +114,15 @@ class KVReceiver(Room, BaseKVReceiver):
         slot = -1 if aux_index is None else whole_number(aux_index, "aux_index", side)
         if slot >= 0:
             self.kv_mgr.node.aux.check(slot, side)
-        pages = spaces.pack(kv_indices, state_indices)
+        lists = spaces.lists(kv_indices, state_indices)
+        pages = packed(lists)
         rows = {name: len(data) // 4 for name, data in pages.items() if name != MAIN}
         count = len(pages.get(MAIN, b"")) // 4
         tag = whole_number(tag, "tag", side, most=MAX_TAG)
         wants_aux = slot >= 0 and bool(self.kv_mgr.node.aux.slots)
         facts = ClaimFacts(pages, spaces.page_tokens or 1, count, prefix, num_tokens, rows, tag, wants_aux)
         self._check_pages(facts)
-        self.kv_mgr.held.take(self._view, spaces.by_pool(pages))
+        self.kv_mgr.held.take(self._view, spaces.by_pool(lists))
         self._named = True
         self._post(lambda number: self.kv_mgr.node.claims.metadata(number, facts, slot))
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.api.base import BaseKVSender, Event, Indices, StateIndices
-from kvferry.api.indices import repeated, whole_number
+from kvferry.api.indices import Lists, packed, repeated, whole_number
 from kvferry.api.room import MAX_TAG, Room
 from kvferry.errors import Code, InputError, ProtocolError
 from kvferry.ids import Side
 from kvferry.layout import All
 from kvferry.node.batching import MAIN
 from kvferry.proto.effects import Chunk, Kind, OfferFacts
+from kvferry.wire import unpack_pages
 
 if TYPE_CHECKING:
     from kvferry.api.facts import SendFacts
@@ -42,7 +46,7 @@ class KVSender(Room, BaseKVSender):
         self._facts: OfferFacts | None = None
         self._aux_index = -1
         self._pages_sent = 0
-        self._named: list[bytes] = []
+        self._named: list[npt.NDArray[np.int32]] = []
         self._chunks = 0
         self._chunks_said = 0
         self._tokens_said = 0
@@ -102,17 +106,18 @@ class KVSender(Room, BaseKVSender):
         facts = self._facts
         if facts is None:
             raise ProtocolError(f"room {self.bootstrap_room}: send() before init()", hint="say num_kv_indices first")
-        pages = self.kv_mgr.spaces.pack(kv_indices, state_indices)
-        count = len(pages.get(MAIN, b"")) // 4
+        lists: Lists = self.kv_mgr.spaces.lists(kv_indices, state_indices)
+        count = len(lists.get(MAIN, ()))
         last = self._pages_sent + count == facts.num_pages
         if not last:
-            pages = self._without_state(pages, facts.num_pages)
+            lists = self._without_state(lists, facts.num_pages)
         self._check_count(facts, count, num_kv_tokens)
-        self._check_distinct(pages, last)
+        self._check_distinct(lists, last)
         query = after.query if after is not None else None
-        chunk = Chunk(self._chunks, self._pages_sent, pages, last)
+        chunk = Chunk(self._chunks, self._pages_sent, packed(lists), last)
         aux = self.kv_mgr.node.aux.read(self._aux_index) if last and self._aux_index >= 0 else b""
-        self._named.append(pages.get(MAIN, b""))
+        if not last:
+            self._named.append(unpack_pages(chunk.pages.get(MAIN, b"")))
         self._pages_sent += count
         self._chunks += 1
         if not self._view.pages_s:
@@ -149,9 +154,10 @@ class KVSender(Room, BaseKVSender):
                 f"the end of a request is kept ({main.coverage})"
             )
 
-    def _check_distinct(self, pages: dict[str, bytes], last: bool) -> None:
+    def _check_distinct(self, lists: Lists, last: bool) -> None:
         """Refuse a page that is named twice: it would be right in one place at most."""
-        lists = {**pages, MAIN: b"".join([*self._named, pages.get(MAIN, b"")])} if last else pages
+        if last and self._named:
+            lists = {**lists, MAIN: np.concatenate([*self._named, lists[MAIN]])}
         for pool, numbers in self.kv_mgr.spaces.by_pool(lists).items():
             page = repeated(numbers)
             if page >= 0:
@@ -160,15 +166,15 @@ class KVSender(Room, BaseKVSender):
                 hint = "the room has failed on both sides; each page of a request is sent once"
                 raise InputError(f"prefill room {self.bootstrap_room}: {cause}", hint=hint)
 
-    def _without_state(self, pages: dict[str, bytes], num_pages: int) -> dict[str, bytes]:
+    def _without_state(self, lists: Lists, num_pages: int) -> Lists:
         """The pages of a chunk that is not the last: lists of state spaces come whole, with the last one."""
-        if early := sorted(name for name, data in pages.items() if name != MAIN and data):
-            done = self._pages_sent + len(pages.get(MAIN, b"")) // 4
+        if early := sorted(name for name, pages in lists.items() if name != MAIN and len(pages)):
+            done = self._pages_sent + len(lists.get(MAIN, ()))
             raise InputError(
                 f"prefill room {self.bootstrap_room}: state_indices name {early} with page {done} of {num_pages}",
                 hint="pass the whole lists with the chunk that completes num_kv_indices",
             )
-        return {name: data for name, data in pages.items() if name == MAIN}
+        return {name: pages for name, pages in lists.items() if name == MAIN}
 
     def _check_count(self, facts: OfferFacts, count: int, num_kv_tokens: int | None) -> None:
         sent = self._pages_sent + count

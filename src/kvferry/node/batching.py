@@ -2,48 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from kvferry.errors import InputError
 from kvferry.layout import list_begin
 from kvferry.layout.deal import I64
-from kvferry.plan import SMALL_BYTES, Batch, Limits, PageList, Part, Route, Size, batches, runs, small_batch
-from kvferry.proto.effects import Submit
+from kvferry.plan import (
+    Batch,
+    Limits,
+    PageList,
+    Part,
+    Route,
+    Size,
+    Target,
+    batches,
+    runs,
+    small_batch,
+    small_target,
+)
+from kvferry.proto.effects import Prepare, Submit
 from kvferry.wire import unpack_pages
 
 MAIN = "kv"
 """The space that a sender's kv_indices index; its chunks are windows of the offer's page list."""
 
 
-def chunk_batches(route: Route, submit: Submit, limits: Limits) -> Iterator[Batch]:
+def prepared(route: Route, effect: Prepare, limits: Limits) -> Target | None:
+    """What can be made of a request before its source's pages are known; None where that is nothing.
+
+    Args:
+        route: of the two ranks.
+        effect: the claim and the request's numbers.
+        limits: of one batch.
+    """
+    if not 0 < effect.nbytes <= limits.bytes:
+        return None
+    try:
+        route = route.only(effect.info.sends)
+        return _target(route, route.spaces, effect)
+    except InputError:  # whoever sends is told
+        return None
+
+
+def chunk_batches(route: Route, submit: Submit, limits: Limits, target: Target | None = None) -> Iterator[Batch]:
     """The rows of one chunk for one claim, in bounded batches, expanded as they are taken.
 
     Args:
         route: of the two ranks.
         submit: chunk, claim and the request's numbers.
         limits: of one batch.
+        target: what was `prepared`.
 
     Raises:
         InputError: a page index outside a pool, or fewer pages than the request needs, naming the side.
     """
     names = {"claim": submit.info.claim, "chunk": submit.chunk.number}
-    chunk, info = submit.chunk, submit.info
+    chunk = submit.chunk
     # lists of state spaces come whole with the last chunk; one that is not there must be missed
     spaces = [space for space in route.spaces if space in chunk.pages or (chunk.last and space != MAIN)]
-    if (
-        not chunk.first_page
-        and chunk.last
-        and (info.expected_bytes or SMALL_BYTES + 1) <= min(SMALL_BYTES, limits.bytes)
-    ):
-        src, dst = ({space: numbers(each, space) for space in spaces} for each in (chunk.pages, info.pages))
-        sizes = {
-            space: size_of(space, submit.first_token, info.prefix_tokens, submit.end_tokens, dst) for space in spaces
-        }
-        batch = small_batch(route, sizes, src, dst, **names)
+    if not chunk.first_page and chunk.last and 0 < (submit.info.expected_bytes or 0) <= limits.bytes:
+        if target is None or len(target.parts) != len(spaces):
+            target = _target(route, spaces, submit)
+        batch = small_batch(target, _unchecked(chunk.pages, spaces), **names) if target is not None else None
         if batch is not None and len(batch) <= limits.rows:
             return iter((batch,))
     return batches(route, [runs(route, _part(route, space, submit)) for space in spaces], limits, **names)
+
+
+def _target(route: Route, spaces: Sequence[str], request: Prepare | Submit) -> Target | None:
+    first, info, end = request.first_token, request.info, request.end_tokens
+    dst = _unchecked(info.pages, spaces)
+    return small_target(route, {space: size_of(space, first, info.prefix_tokens, end, dst) for space in spaces}, dst)
+
+
+def _unchecked(pages: Mapping[str, bytes], spaces: Sequence[str]) -> dict[str, I64]:
+    """Page numbers for `plan.small`, which finds what is wrong with one and leaves it to `runs` to say so."""
+    return {space: np.frombuffer(pages.get(space, b""), "<i4").astype(np.int64) for space in spaces}
 
 
 def numbers(pages: Mapping[str, bytes], space: str) -> I64:

@@ -94,8 +94,10 @@ class Control:
         Never waits. Nobody holds the turn while bytes are copied: what was posted is written after it.
         """
         self._helper.at_it = True
+        looks = True
         try:
-            while self.running and (self.calls or self.links.has_news()) and self._turn.try_take():
+            while self.running and (self.calls or (looks and self.links.has_news())) and self._turn.try_take():
+                looks = False  # each turn ends with a look
                 try:
                     wake = self._short_turn()
                 except BaseException as error:  # a signal handler of the caller's raised in the middle
@@ -134,6 +136,8 @@ class Control:
         if not self.running:
             return False
         try:
+            self._performer.give_thanks()
+            self._performer.leaves_thanks = True
             for received in self.links.take(FRAMES_A_TURN) if self.links.has_news() else ():
                 if self.board.is_short(received):
                     self._receive(received)
@@ -150,6 +154,8 @@ class Control:
     def _oversleeps(self) -> bool:
         """Whether the thread, left alone, wakes too late for what has begun meanwhile."""
         sleeps_s = self._wakes_at - time.monotonic()
+        if self._performer.owes_thanks and sleeps_s > 2 * POLLED_S:
+            return True
         if self.waiting_after:
             return sleeps_s > 2 * AFTER_POLL_S
         return sleeps_s > self.node.config.tick_s + 2 * AFTER_POLL_S and self._timeout() < sleeps_s
@@ -205,12 +211,14 @@ class Control:
         A turn of this thread, in which it loses the interpreter, would keep the scheduler from taking one for 5 ms.
         """
         now = time.monotonic()
-        due = self.calls or self._later or self.waiting_after or now >= self._next_tick
+        due = self.calls or self._later or self.waiting_after or self._performer.owes_thanks or now >= self._next_tick
         self._was_spared = not due and now - self._polled_at < POLLED_S
         return self._was_spared
 
     def _long_turn(self) -> None:
         try:
+            self._performer.give_thanks()
+            self._performer.leaves_thanks = False
             while self._later:
                 self._later.popleft()()
                 self.perform()

@@ -14,7 +14,7 @@ import os
 import select
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -60,8 +60,7 @@ class Dialled(Link):
         self.monitor = monitor
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """A frame, or, with data None, the news that the connection is gone."""
 
     link: Link
@@ -161,7 +160,7 @@ class Links:
                 socket.send(data, zmq.NOBLOCK)
             else:
                 socket.send(data, zmq.NOBLOCK)
-            if int(socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+            if _has_input(socket):
                 self._carried.add(socket)
         except zmq.Again:
             return True
@@ -265,9 +264,8 @@ class Links:
 
     def _from_router(self, burst: int) -> Iterator[Received]:
         for _ in range(burst):
-            try:
-                parts = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            parts = _next(self._router)
+            if parts is None:
                 return
             routing_id = parts[0]
             link = self._accepted.get(routing_id)
@@ -294,13 +292,25 @@ class Links:
         for _ in range(burst):
             if link.socket.closed:  # dropped by whoever took the frame before
                 return
-            try:
-                parts = link.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            parts = _next(link.socket)
+            if parts is None:
                 return
             yield Received(link, parts[0] if len(parts) == 1 else b"".join(parts) + b"multipart")
         if not link.socket.closed:
             self._carried.add(link.socket)
+
+
+def _next(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    """The parts of the next frame, if there is one."""
+    try:
+        # asked first, since an exception takes longer than to receive a frame
+        return socket.recv_multipart(zmq.NOBLOCK) if _has_input(socket) else None
+    except zmq.Again:
+        return None
+
+
+def _has_input(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def _drain(descriptor: int) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvferry.ids import PeerId
-from kvferry.node.batching import chunk_batches
+from kvferry.node.batching import chunk_batches, prepared
 from kvferry.node.digests import landed, sent
 from kvferry.node.switchboard import Switchboard
 from kvferry.node.view import RoomView
+from kvferry.plan import Target
 from kvferry.proto.claim import Claim
 from kvferry.proto.effects import (
     Changed,
@@ -31,19 +32,38 @@ from kvferry.proto.effects import (
     WriteAux,
 )
 from kvferry.proto.offer import Offer
-from kvferry.wire import Frame, InfoPhase
+from kvferry.wire import Frame, InfoPhase, TransferInfo
 
 if TYPE_CHECKING:
     from kvferry.node.node import Node
 
 
 class Performer:
-    """One method for each effect."""
+    """One method for each effect.
+
+    Attributes:
+        leaves_thanks: what only thanks a source is left for `give_thanks`: nobody waits for it, and to send it takes
+            longer than all else that a scheduler's poll() does.
+    """
 
     def __init__(self, node: Node, board: Switchboard) -> None:
         self._node = node
         self._book = node.book
         self._board = board
+        self._thanks: list[Send] = []
+        self._targets: dict[int, dict[PeerId, tuple[TransferInfo, Target]]] = {}
+        self.leaves_thanks = False
+
+    @property
+    def owes_thanks(self) -> bool:
+        """Whether `give_thanks` has something to send."""
+        return bool(self._thanks)
+
+    def give_thanks(self) -> None:
+        """Send what was left; before anything that comes of later events."""
+        thanks, self._thanks = self._thanks, []
+        for effect in thanks:
+            self._transmit(effect)
 
     def perform(self) -> None:
         """Do all of it, and what comes of it."""
@@ -52,6 +72,12 @@ class Performer:
                 _DO[type(effect)](self, effect)
 
     def _send(self, effect: Send) -> None:
+        if self.leaves_thanks and _is_thanks(effect):
+            self._thanks.append(effect)
+        else:
+            self._transmit(effect)
+
+    def _transmit(self, effect: Send) -> None:
         conn = self._board.conns.by_peer.get(effect.peer)
         if conn is not None:
             self._board.transmit(conn, Frame(conn.handshake.me, effect.peer, effect.message))
@@ -64,14 +90,22 @@ class Performer:
         route, limits = conn.route, self._node.limits
         most = effect.info.expected_bytes
         size = sys.maxsize if most is None else most
+        info, target = self._targets.get(effect.offer, {}).get(effect.peer, (None, None))
+        if info is not effect.info:  # the claim has said something else since
+            target = None
         self._node.mover.write(
-            effect.job, effect.peer, lambda: chunk_batches(route.only(effect.info.sends), effect, limits), size
+            effect.job, effect.peer, lambda: chunk_batches(route.only(effect.info.sends), effect, limits, target), size
         )
 
     def _prepare(self, effect: Prepare) -> None:
         conn = self._board.conns.by_peer.get(effect.peer)
-        if conn is not None and conn.route is not None:
+        if conn is None or conn.route is None:
+            return
+        if effect.digested:
             self._node.digests.prepare(Kind.OFFER, effect.offer, effect.peer, sent(conn.route, effect))
+        target = prepared(conn.route, effect, self._node.limits)
+        if target is not None:
+            self._targets.setdefault(effect.offer, {})[effect.peer] = effect.info, target
 
     def _digest(self, effect: Digest) -> None:
         conn = self._board.conns.by_peer.get(effect.peer)
@@ -93,6 +127,8 @@ class Performer:
 
     def _release(self, effect: Release) -> None:
         self._node.digests.forget(effect.kind, effect.id)
+        if effect.kind is Kind.OFFER:
+            self._targets.pop(effect.id, None)
         view = self._node.views.get((effect.kind, effect.id))
         if view is not None:
             view.release()
@@ -148,6 +184,11 @@ class Performer:
 
     def _forget(self, effect: Forget) -> None:
         self._node.views.pop((effect.kind, effect.id), None)
+
+
+def _is_thanks(effect: Send) -> bool:
+    message = effect.message
+    return isinstance(message, TransferInfo) and message.phase is InfoPhase.CLOSED and message.reason is None
 
 
 _DO: dict[type, Callable[[Performer, Any], None]] = {

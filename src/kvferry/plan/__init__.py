@@ -6,7 +6,7 @@ from kvferry.plan.elect import Destinations, Election, Share, elect, fan_in, hol
 from kvferry.plan.pieces import Pieces
 from kvferry.plan.route import Leg, Route, route
 from kvferry.plan.runs import PageList, Part, Runs, runs
-from kvferry.plan.small import SMALL_BYTES, Size, recipe, small_batch
+from kvferry.plan.small import SMALL_BYTES, Size, Target, recipe, small_batch, small_target
 
 __all__ = [
     "SMALL_BYTES",
@@ -22,6 +22,7 @@ __all__ = [
     "Runs",
     "Share",
     "Size",
+    "Target",
     "batches",
     "elect",
     "fan_in",
@@ -30,4 +31,5 @@ __all__ = [
     "route",
     "runs",
     "small_batch",
+    "small_target",
 ]

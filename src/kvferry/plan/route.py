@@ -72,6 +72,15 @@ class Leg:
             lambda found: len(found.tokens) <= KEPT_RUNS,
         )
 
+    def most_rows(self, lo: int, hi: int, num_tokens: int) -> int:
+        """Rows of the tokens [lo, hi), none of them joined; more than KEPT_RUNS are not counted to the end."""
+        if hi - lo > KEPT_RUNS * min(self.page_tokens):
+            return KEPT_RUNS + 1
+        tokens = self.overlap(lo, hi, num_tokens).tokens
+        return sum(
+            len(p.nbytes) * (len(tokens) if p.dense else int((-(-tokens // p.granule)).sum())) for p in self.pieces
+        )
+
     def pattern(self, lo: int, hi: int, num_tokens: int) -> Pattern:
         """The rows of the tokens [lo, hi) without their pages."""
         return pattern(self.pieces, self.overlap(lo, hi, num_tokens), self.page_tokens)

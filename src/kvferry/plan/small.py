@@ -1,22 +1,26 @@
-"""Small requests: all but the page numbers is the same for requests of the same size, and is worked out once.
+"""Requests of few rows: all but the page numbers is the same for requests of the same size, and is worked out once.
 
 The general way (runs, batches) costs some 300 us of numpy calls, however small the request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.layout.deal import I64, list_begin
-from kvferry.plan.batch import Batch
+from kvferry.plan.batch import U64, Batch
 from kvferry.plan.pattern import Pattern
 from kvferry.plan.recent import Recent
 from kvferry.plan.route import Leg, Route
 
 SMALL_BYTES = 256 << 10
-"""Of a request that is planned so."""
+"""Of a request whose rows are not joined where pages follow each other: looking costs more than it brings."""
+
+RECIPE_ROWS = 1024
+"""Of a request that is planned so: 56 bytes are kept for each."""
 
 
 class Size(NamedTuple):
@@ -50,7 +54,7 @@ class Recipe(NamedTuple):
 
 
 def recipe(leg: Leg, size: Size) -> Recipe | None:
-    """The recipe of a small request; None where nothing moves. Raises InputError as `runs` does."""
+    """The recipe of a request; None where nothing moves, or too much. Raises InputError as `runs` does."""
     known: Recent[Recipe | None] = leg.noted("recipes", Recent)
     return known.get(size, lambda: _recipe(leg, size), lambda _: True)
 
@@ -58,7 +62,7 @@ def recipe(leg: Leg, size: Size) -> Recipe | None:
 def _recipe(leg: Leg, size: Size) -> Recipe | None:
     first_token, prefix, end, rows = size
     lo, hi = leg.extent(prefix, end, rows)
-    if hi <= lo or not len(leg.overlap(lo, hi, end).tokens):
+    if hi <= lo or not 0 < leg.most_rows(lo, hi, end) <= RECIPE_ROWS:
         return None
     begins = (list_begin(leg.src, first_token, end, rows), list_begin(leg.dst, prefix, end, rows))
     src, dst = (begin // tokens for begin, tokens in zip(begins, leg.page_tokens, strict=True))
@@ -66,44 +70,80 @@ def _recipe(leg: Leg, size: Size) -> Recipe | None:
     return Recipe(made, int(made.nbytes.sum()), (src, dst))
 
 
-def small_batch(
-    route: Route, sizes: dict[str, Size], src: dict[str, I64], dst: dict[str, I64], *, claim: int = 0, chunk: int = 0
-) -> Batch | None:
-    """The rows of a small request that is sent in one chunk.
+class Target(NamedTuple):
+    """The rows of a request of few rows, but for the source's pages.
+
+    Attributes:
+        parts: per space: its name, leg, pattern, and the page that the source's list begins with.
+        dst: uint64[N] addresses at the destination.
+        nbytes: uint64[N] lengths.
+        total_bytes: their sum.
+        may_join: they are worth being joined, and many of the destination's pages follow each other.
+    """
+
+    parts: tuple[tuple[str, Leg, Pattern, int], ...]
+    dst: U64
+    nbytes: U64
+    total_bytes: int
+    may_join: bool
+
+
+def small_target(route: Route, sizes: Mapping[str, Size], dst: Mapping[str, I64]) -> Target | None:
+    """Make all of a request of few rows that can be made without the source's pages.
 
     Args:
         route: of the two ranks.
         sizes: of the request, per space.
-        src: int64[P] page numbers of the source, per space.
         dst: int64[P] page numbers of the destination, per space.
-        claim: the claim that grants the destination's pages.
-        chunk: number of the chunk.
 
     Returns:
-        None where `runs` must be asked: the pages are not what they should be, and it says why.
+        None where `runs` must be asked: the rows are many, or the pages are not what they should be, and it says why.
 
     Raises:
         InputError: the numbers make no request, as in `runs`.
     """
-    columns: list[tuple[I64, I64, I64]] = []
-    total_bytes = 0
+    parts: list[tuple[str, Leg, Pattern, int]] = []
+    columns: list[tuple[I64, I64]] = []
+    total_bytes, may_join = 0, False
     for space, size in sizes.items():
         leg = route.leg(space)
         found = recipe(leg, size)
         if found is None:
             return None
         pattern, (here, there) = found.pattern, found.first_pages
-        total_bytes += found.total_bytes
-        if not (_fits(leg, pattern, 0, src[space], here) and _fits(leg, pattern, 1, dst[space], there)):
+        if not _fits(leg, pattern, 1, dst[space], there):
             return None
-        columns.append(
-            (pattern.addresses(0, src[space], here), pattern.addresses(1, dst[space], there), pattern.nbytes)
-        )
-    if not columns:
+        total_bytes += found.total_bytes
+        may_join = may_join or (found.total_bytes > SMALL_BYTES and _follow(dst[space]))
+        parts.append((space, leg, pattern, here))
+        columns.append((pattern.addresses(1, dst[space], there), pattern.nbytes))
+    if not parts:
         return None
-    rows = columns[0] if len(columns) == 1 else [np.concatenate(column) for column in zip(*columns, strict=True)]
-    at, to, nbytes = (column.view(np.uint64) for column in rows)
-    return Batch(at, to, nbytes, total_bytes, claim, chunk)
+    to, nbytes = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
+    return Target(tuple(parts), to.view(np.uint64), nbytes.view(np.uint64), total_bytes, may_join)
+
+
+def small_batch(target: Target, src: Mapping[str, I64], *, claim: int = 0, chunk: int = 0) -> Batch | None:
+    """The rows of a request that is sent in one chunk.
+
+    Args:
+        target: all but the source's pages.
+        src: int64[P] page numbers of the source, per space.
+        claim: the claim that grants the destination's pages.
+        chunk: number of the chunk.
+
+    Returns:
+        None where `runs` must be asked: the rows could be fewer, or the pages are not what they should be, and it says
+        why.
+    """
+    columns: list[I64] = []
+    for space, leg, pattern, first_page in target.parts:
+        pages = src[space]
+        if not _fits(leg, pattern, 0, pages, first_page) or (target.may_join and _follow(pages)):
+            return None
+        columns.append(pattern.addresses(0, pages, first_page))
+    at = columns[0] if len(columns) == 1 else np.concatenate(columns)
+    return Batch(at.view(np.uint64), target.dst, target.nbytes, target.total_bytes, claim, chunk)
 
 
 def _fits(leg: Leg, pattern: Pattern, side: int, pages: I64, first_page: int) -> bool:
@@ -111,6 +151,11 @@ def _fits(leg: Leg, pattern: Pattern, side: int, pages: I64, first_page: int) ->
     low, high = pattern.pages[side]
     numbers = pages.tolist()
     return first_page <= low and high < first_page + len(numbers) and _within(numbers, leg.pages[side])
+
+
+def _follow(pages: I64) -> bool:
+    """Whether many of the pages follow each other: their rows can be joined."""
+    return 4 * int(np.count_nonzero(np.diff(pages) == 1)) > len(pages)
 
 
 def _within(numbers: list[int], count: int) -> bool:

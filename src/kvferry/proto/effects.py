@@ -166,7 +166,7 @@ class Submit(msgspec.Struct, frozen=True):
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """The canary of a large link will be asked for later: where it looks can be found out now.
+    """All but the source's pages is known of a link: what follows from it can be found out now.
 
     Attributes:
         offer: the offer.
@@ -174,6 +174,7 @@ class Prepare(msgspec.Struct, frozen=True):
         info: the claim's pages and prefix.
         first_token: the token that the offer's first page holds first.
         end_tokens: the token after the last one that will be copied.
+        digested: a digest will be asked for.
         full: of every byte.
         nbytes: how many bytes the link moves.
     """
@@ -183,6 +184,7 @@ class Prepare(msgspec.Struct, frozen=True):
     info: TransferInfo
     first_token: int
     end_tokens: int
+    digested: bool
     full: bool
     nbytes: int
 

@@ -235,7 +235,7 @@ class Offer:
     def pump(self, *_: object) -> None:
         """Post what can be posted, link by link."""
         for link in self.links:
-            self._prepare_digest(link)
+            self._prepare(link)
             while (chunk := self._next_chunk(link)) is not None and self.state in rules.LIVE_OFFERS:
                 fire(OFFER, self, OfferEvent.POST, link, chunk)
             if self._wants_digest(link):
@@ -254,15 +254,19 @@ class Offer:
         end = match.end_tokens(self.facts, link.info)
         self.book.emit(Submit(job, link.peer, self.id, chunk, link.info, self.facts.first_token, end))
 
-    def _prepare_digest(self, link: Link) -> None:
-        info, record = link.info, self.book.peers.get(link.peer)
-        digest = record.digest if record else ""
-        nbytes = info.expected_bytes or 0
-        large = nbytes > rules.PREPARE_BYTES and info.phase is InfoPhase.PAGES
-        if large and digest and self.facts is not None and not link.prepared and self.state in rules.LIVE_OFFERS:
-            link.prepared = True
-            end = match.end_tokens(self.facts, info)
-            self.book.emit(Prepare(self.id, link.peer, info, self.facts.first_token, end, digest == "full", nbytes))
+    def _prepare(self, link: Link) -> None:
+        """Have prepared what takes long, or what would have to be done when there is something to send."""
+        info, facts = link.info, self.facts
+        if link.prepared or facts is None or info.phase is not InfoPhase.PAGES or self.state not in rules.LIVE_OFFERS:
+            return
+        link.prepared = True
+        record = self.book.peers.get(link.peer)
+        digest, nbytes = record.digest if record else "", info.expected_bytes or 0
+        if not self.chunks or (digest and nbytes > rules.PREPARE_BYTES):
+            end = match.end_tokens(facts, info)
+            self.book.emit(
+                Prepare(self.id, link.peer, info, facts.first_token, end, bool(digest), digest == "full", nbytes)
+            )
 
     def _take_digest(self, link: Link) -> None:
         """Have the canary taken while the last chunk is on its way; to whoever waits it is one more job."""

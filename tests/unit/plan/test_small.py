@@ -5,7 +5,7 @@ import pytest
 
 from kvferry.errors import InputError
 from kvferry.layout import Cyclic
-from kvferry.plan import Size, recipe, route, small_batch
+from kvferry.plan import Size, recipe, route, small_batch, small_target
 from kvferry.plan.recent import Recent
 from kvferry.presets import page_major
 
@@ -17,8 +17,9 @@ def make(page_tokens=4, pages=8, layers=1, **rest):
 
 
 def batch(path, src, dst, first=0, prefix=0, end=7):
-    pages = ({"kv": np.array(each, np.int64)} for each in (src, dst))
-    return small_batch(path, {"kv": Size(first, prefix, end, 0)}, *pages, claim=3, chunk=2)
+    here, there = ({"kv": np.array(each, np.int64)} for each in (src, dst))
+    target = small_target(path, {"kv": Size(first, prefix, end, 0)}, there)
+    return target and small_batch(target, here, claim=3, chunk=2)
 
 
 def test_a_whole_page_of_all_layers_is_one_row():
@@ -50,8 +51,32 @@ def test_pages_that_are_not_what_they_should_be_are_left_to_runs(src, dst):
 def test_nothing_to_move_is_left_to_runs():
     path = route(make(), make())
     assert batch(path, [5, 6], [], prefix=7) is None
-    assert small_batch(path, {}, {}, {}) is None
+    assert small_target(path, {}, {}) is None
     assert batch(route(make(deal=Cyclic(4, 2, 1)), make()), [0], [0], end=3) is None
+
+
+def test_requests_of_many_rows_are_left_to_runs():
+    pages = list(range(300))[::-1]
+    fine, coarse = (make(page_tokens=tokens, pages=300, layers=8) for tokens in (1, 4))
+    path = route(fine, coarse)
+    assert path.leg("kv").most_rows(0, 60, 60) == 60 * 8 * 2
+    assert batch(path, pages, pages, end=60) is not None
+    assert batch(path, pages, pages, end=70) is None
+    assert path.leg("kv").most_rows(0, 1 << 20, 1 << 20) > 1024
+
+
+@pytest.mark.parametrize(("src", "dst", "joined"), [
+    ("run", "run", True), ("run", "mixed", False), ("mixed", "run", False), ("mixed", "mixed", False),
+])  # fmt: skip
+def test_rows_that_can_be_joined_are_left_to_runs_where_it_is_worth_it(src, dst, joined):
+    pages = {"run": list(range(64)), "mixed": list(range(0, 64, 2)) + list(range(1, 64, 2))}
+    for head_dim, worth in ((64, False), (4096, True)):
+        sides = [
+            page_major("m", layers=1, kv_heads=1, head_dim=head_dim, dtype="uint8", pages=64, page_tokens=4)
+            for _ in range(2)
+        ]
+        found = batch(route(*sides), pages[src], pages[dst], end=256)
+        assert (found is None) == (joined and worth)
 
 
 def test_numbers_that_make_no_request_are_refused():

@@ -215,11 +215,24 @@ def test_the_canary_of_a_large_link_is_prepared_when_its_pages_are_named_once(ne
     other.place(claim)
     net.deliver()
     prefill.chunk(number)
-    found = prefill.took(Prepare)
-    assert len(found) == (digest != "")
-    for prepare in found:
-        assert (prepare.offer, prepare.peer, prepare.full) == (number, prefill.peer(other), digest == "full")
-        assert (prepare.first_token, prepare.end_tokens) == (0, 8)
+    (prepare,) = prefill.took(Prepare)
+    assert (prepare.offer, prepare.peer) == (number, prefill.peer(other))
+    assert (prepare.digested, prepare.full) == (digest != "", digest == "full")
+    assert (prepare.first_token, prepare.end_tokens) == (0, 8)
+
+
+@pytest.mark.parametrize("digest", ["sample", ""])
+def test_what_is_sent_at_once_is_prepared_for_its_digest_alone(net, prefill, digest):
+    other = net.end("decode", 2002)
+    for one, two in ((prefill, other), (other, prefill)):
+        one.peer_ready(one.peer(two), Large(), digest=digest)
+    prefill.chunk(prefill.open_offer())
+    claim = other.claim(7)
+    other.resolved(claim, [Source(other.peer(prefill), 1, True, Large())])
+    net.deliver()
+    other.place(claim)
+    net.deliver()
+    assert [effect.digested for effect in prefill.took(Prepare)] == ([True] if digest else [])
 
 
 @pytest.mark.parametrize("canary", [None, Canary({"kv": (b"", b"")}, full=True)])
