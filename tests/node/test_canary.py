@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import mmap
+import signal
 import threading
 import time
 
@@ -15,7 +16,7 @@ from kvferry import KVArgs, KVClassType, KVPoll, get_kv_class
 from kvferry.engines.seam import Region
 from kvferry.errors import Blame, Code, ConfigError, EngineError
 from kvferry.layout import Device
-from kvferry.node import memory_reader
+from kvferry.node import control, digests, memory_reader
 from kvferry.node.memory_reader import Mapped, read_few, read_many
 from kvferry.presets import page_major
 from pages_away import out_of_reach
@@ -315,3 +316,40 @@ def test_what_several_threads_have_read_is_put_together_once(monkeypatch):
             thread.join()
         ((sums,),) = found
         assert (sums.layers.tolist(), sums.pages.tolist()) == ([36], [8])
+
+
+def test_a_signal_handler_that_polls_in_the_middle_of_a_digest_does_not_disturb_it(make, kit, monkeypatch):
+    prefill, decode = make("prefill"), make("decode")
+    prefill.fill(list(range(32)), seed=1)
+    claims = [kit.claim(decode, prefill, room, [room]) for room in range(1, 11)]
+    caller, state = threading.get_ident(), {"deep": False, "hits": 0}
+
+    def disturbed(original):
+        def call(*args):
+            if threading.get_ident() == caller and not state["deep"]:
+                state["deep"] = True
+                signal.raise_signal(signal.SIGUSR1)
+                state["deep"] = False
+            return original(*args)
+
+        return call
+
+    def handler(*_):
+        state["hits"] += 1
+        for claim in claims:
+            claim.poll()
+
+    monkeypatch.setattr(digests, "words", disturbed(digests.words))
+    monkeypatch.setattr(memory_reader, "_process_vm_readv", disturbed(memory_reader._process_vm_readv))
+    monkeypatch.setattr(control, "LOOK_S", 0.0)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        senders = [kit.offer(prefill, room, [room + 11], send=False) for room in range(1, 11)]
+        kit.until(lambda: all(sender.poll() is KVPoll.WaitingForInput for sender in senders))
+        for room, sender in enumerate(senders, 1):
+            sender.send(np.array([room + 11], np.int32))
+        kit.until(lambda: all(claim.poll() in {KVPoll.Success, KVPoll.Failed} for claim in claims))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert state["hits"]
+    assert [claim.failure() for claim in claims] == [None] * 10

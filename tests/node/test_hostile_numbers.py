@@ -64,6 +64,8 @@ def test_hostile_numbers_in_a_transfer_info_are_refused(make, kit, number):
     works(prefill, decode, kit, 5)
 
 
+@pytest.mark.parametrize("expected", [None, 9216])
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
     ("pages", "cause"),
     [
@@ -74,28 +76,40 @@ def test_hostile_numbers_in_a_transfer_info_are_refused(make, kit, number):
         ([], "decode page list"),
     ],
 )
-def test_pages_outside_of_the_claims_own_pool_fail_that_room_only(make, kit, pages, cause):
+def test_pages_outside_of_the_claims_own_pool_fail_that_room_only(make, kit, pages, cause, early, expected):
+    """Whether something is to be sent already when they are named, or is prepared for."""
     prefill, decode = make("prefill"), make("decode")
     with raw_peer(prefill.manager.endpoint) as peer:
         peer.shake()
-        sender = kit.offer(prefill, 5, [1, 2, 3], num_tokens=48)
+        sender = kit.offer(prefill, 5, [1, 2, 3], num_tokens=48, send=early)
         data = {"kv": np.array(pages, "<i4").tobytes()}
-        peer.say(TransferInfo(5, 1, 1, InfoPhase.PAGES, pages=data, num_tokens=48))
+        peer.say(TransferInfo(5, 1, 1, InfoPhase.PAGES, pages=data, num_tokens=48, expected_bytes=expected))
+        if not early:
+            kit.until(lambda: sender.poll() is KVPoll.WaitingForInput)
+            sender.send(np.array([1, 2, 3], np.int32))
         assert sender.wait(2) is KVPoll.Failed
         assert cause in str(sender.failure())
         assert (peer.pool == kit.SENTINEL).all()
     works(prefill, decode, kit, 6)
 
 
-def test_page_lists_of_odd_length_or_of_unknown_spaces(make, kit):
+@pytest.mark.parametrize("expected", [None, 9216])
+@pytest.mark.parametrize("early", [True, False])
+def test_page_lists_of_odd_length_or_of_unknown_spaces(make, kit, early, expected):
     prefill, decode = make("prefill"), make("decode")
+    bystander = kit.offer(prefill, 99, [5], send=False)
     with raw_peer(prefill.manager.endpoint) as peer:
         peer.shake()
         for room, pages in enumerate([{"kv": b"\0" * 7}, {"nowhere": b"\0" * 12}, {"kv": b"\0" * 11, "x": b"1"}]):
-            sender = kit.offer(prefill, 10 + room, [1, 2, 3], num_tokens=48)
-            peer.say(TransferInfo(10 + room, 1 + room, 1, InfoPhase.PAGES, pages=pages, num_tokens=48))
+            sender = kit.offer(prefill, 10 + room, [1, 2, 3], num_tokens=48, send=early)
+            named = {"pages": pages, "num_tokens": 48, "expected_bytes": expected}
+            peer.say(TransferInfo(10 + room, 1 + room, 1, InfoPhase.PAGES, **named))
+            if not early:
+                kit.until(lambda sender=sender: sender.poll() in {KVPoll.WaitingForInput, KVPoll.Failed})
+                sender.send(np.array([1, 2, 3], np.int32))
             assert sender.wait(2) is KVPoll.Failed
         assert (peer.pool == kit.SENTINEL).all()
+        assert bystander.poll() is not KVPoll.Failed
     works(prefill, decode, kit, 6)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kvferry.errors import InputError
 from kvferry.layout import list_begin
 from kvferry.layout.deal import I64
 from kvferry.plan import (
@@ -23,10 +22,13 @@ from kvferry.plan import (
     small_target,
 )
 from kvferry.proto.effects import Prepare, Submit
-from kvferry.wire import unpack_pages
+from kvferry.wire import unpack_pages, view_pages
 
 MAIN = "kv"
 """The space that a sender's kv_indices index; its chunks are windows of the offer's page list."""
+
+_MOST_LIST_BYTES = 4 * 4096
+"""A longer page list is not of a request of few rows; it is not looked at on the way."""
 
 
 def prepared(route: Route, effect: Prepare, limits: Limits) -> Target | None:
@@ -36,14 +38,14 @@ def prepared(route: Route, effect: Prepare, limits: Limits) -> Target | None:
         route: of the two ranks.
         effect: the claim and the request's numbers.
         limits: of one batch.
+
+    Raises:
+        ConfigError: the numbers make no request, or the lists are none, and its like.
     """
     if not 0 < effect.nbytes <= limits.bytes:
         return None
-    try:
-        route = route.only(effect.info.sends)
-        return _target(route, route.spaces, effect)
-    except InputError:  # whoever sends is told
-        return None
+    route = route.only(effect.info.sends)
+    return _target(route, route.spaces, effect)
 
 
 def chunk_batches(route: Route, submit: Submit, limits: Limits, target: Target | None = None) -> Iterator[Batch]:
@@ -73,13 +75,15 @@ def chunk_batches(route: Route, submit: Submit, limits: Limits, target: Target |
 
 def _target(route: Route, spaces: Sequence[str], request: Prepare | Submit) -> Target | None:
     first, info, end = request.first_token, request.info, request.end_tokens
+    if any(len(data) > _MOST_LIST_BYTES for data in info.pages.values()):
+        return None
     dst = _unchecked(info.pages, spaces)
     return small_target(route, {space: size_of(space, first, info.prefix_tokens, end, dst) for space in spaces}, dst)
 
 
 def _unchecked(pages: Mapping[str, bytes], spaces: Sequence[str]) -> dict[str, I64]:
     """Page numbers for `plan.small`, which finds what is wrong with one and leaves it to `runs` to say so."""
-    return {space: np.frombuffer(pages.get(space, b""), "<i4").astype(np.int64) for space in spaces}
+    return {space: view_pages(pages.get(space, b"")).astype(np.int64) for space in spaces}
 
 
 def numbers(pages: Mapping[str, bytes], space: str) -> I64:

@@ -120,43 +120,48 @@ def read(addresses: I64, nbytes: int) -> npt.NDArray[np.void]:
     return np.asarray(_items(nbytes)[addresses - _PAGE_BYTES])
 
 
-class _Scratch(threading.local):
-    """What the kernel is told, and where few windows go: a set for each thread, since making it takes longer."""
+class _Asked(threading.local):
+    """What the kernel is told: a set for each thread, since making it takes longer than the call."""
 
     def __init__(self) -> None:
-        self.windows = np.empty(_IOV_MAX * _WORDS * 8, np.uint8)
-        self.at = self.windows.ctypes.data
         self.there = np.empty((_IOV_MAX, 2), np.uint64)
         self.here = np.empty((1, 2), np.uint64)
         self.arguments = self.here.ctypes.data, 1, self.there.ctypes.data
+        self.in_use = False
+
+    def read(self, at: int, addresses: I64, nbytes: int) -> int:
+        """Have windows copied to an address; how many bytes were, or below 0."""
+        count = len(addresses)
+        self.in_use = True
+        try:
+            self.there[:count, 0], self.there[:count, 1] = addresses, nbytes
+            self.here[0] = at, count * nbytes
+            return int(_process_vm_readv(os.getpid(), *self.arguments, count, 0))
+        finally:
+            self.in_use = False
 
 
-_scratch = _Scratch()
+_asked = _Asked()
 
 
 def read_few(addresses: I64, nbytes: int) -> npt.NDArray[np.void] | None:
     """The same, where the memory may be gone; half a microsecond for each.
 
     Returns:
-        Memory that the thread's next call overwrites; None where the system does not let a process look at itself so.
+        None where the system does not let a process look at itself so.
 
     Raises:
         EngineError: it is gone, or can't be read, with the address.
     """
-    scratch, total = _scratch, len(addresses) * nbytes
-    found, at = scratch.windows[:total], scratch.at
-    if total > len(found):
-        found = np.empty(total, np.uint8)
-        at = found.ctypes.data
+    found = np.empty(len(addresses) * nbytes, np.uint8)
+    at = int(found.__array_interface__["data"][0])  # half of what `ctypes.data` takes
+    asked = _Asked() if _asked.in_use else _asked  # a signal handler of the application may poll in the middle of it
     for begin in range(0, len(addresses), _IOV_MAX):
         some = addresses[begin : begin + _IOV_MAX]
-        count = len(some)
-        scratch.there[:count, 0], scratch.there[:count, 1] = some, nbytes
-        scratch.here[0] = at + begin * nbytes, count * nbytes
-        got = int(_process_vm_readv(os.getpid(), *scratch.arguments, count, 0))
+        got = asked.read(at + begin * nbytes, some, nbytes)
         if got < 0 and ctypes.get_errno() != errno.EFAULT:
             return None
-        if got < count * nbytes:
+        if got < len(some) * nbytes:
             address = int(addresses[begin + max(got, 0) // nbytes])
             raise EngineError(f"registered memory at {address:#x} can't be read any more", hint=_KEEP)
     return found.view(_kind(nbytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from kvferry.node.batching import chunk_batches, prepared
 from kvferry.node.digests import landed, sent
 from kvferry.node.switchboard import Switchboard
 from kvferry.node.view import RoomView
-from kvferry.plan import Target
+from kvferry.plan import Route, Target
 from kvferry.proto.claim import Claim
 from kvferry.proto.effects import (
     Changed,
@@ -36,6 +37,8 @@ from kvferry.wire import Frame, InfoPhase, TransferInfo
 
 if TYPE_CHECKING:
     from kvferry.node.node import Node
+
+log = logging.getLogger("kvferry.node")
 
 
 class Performer:
@@ -99,11 +102,16 @@ class Performer:
 
     def _prepare(self, effect: Prepare) -> None:
         conn = self._board.conns.by_peer.get(effect.peer)
-        if conn is None or conn.route is None:
-            return
+        if conn is not None and conn.route is not None:
+            try:
+                self._prepare_link(conn.route, effect)
+            except Exception as error:  # noqa: BLE001 - numbers of a peer; who sends to it is told, and fails alone
+                log.debug("nothing is prepared for %s: %r", conn.name, error)
+
+    def _prepare_link(self, route: Route, effect: Prepare) -> None:
         if effect.digested:
-            self._node.digests.prepare(Kind.OFFER, effect.offer, effect.peer, sent(conn.route, effect))
-        target = prepared(conn.route, effect, self._node.limits)
+            self._node.digests.prepare(Kind.OFFER, effect.offer, effect.peer, sent(route, effect))
+        target = prepared(route, effect, self._node.limits)
         if target is not None:
             self._targets.setdefault(effect.offer, {})[effect.peer] = effect.info, target
 

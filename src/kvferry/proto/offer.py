@@ -262,7 +262,7 @@ class Offer:
         link.prepared = True
         record = self.book.peers.get(link.peer)
         digest, nbytes = record.digest if record else "", info.expected_bytes or 0
-        if not self.chunks or (digest and nbytes > rules.PREPARE_BYTES):
+        if nbytes and (not self.chunks or (digest and nbytes > rules.PREPARE_BYTES)):
             end = match.end_tokens(facts, info)
             self.book.emit(
                 Prepare(self.id, link.peer, info, facts.first_token, end, bool(digest), digest == "full", nbytes)

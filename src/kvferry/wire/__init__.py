@@ -1,6 +1,6 @@
 """What is said: eight messages, one version, unknown fields tolerated. No I/O."""
 
-from kvferry.wire.codec import decode, encode, pack_pages, unpack_pages
+from kvferry.wire.codec import decode, encode, pack_pages, unpack_pages, view_pages
 from kvferry.wire.messages import (
     FEATURES,
     MAJOR,
@@ -43,4 +43,5 @@ __all__ = [
     "encode",
     "pack_pages",
     "unpack_pages",
+    "view_pages",
 ]

@@ -56,9 +56,14 @@ def unpack_pages(data: bytes) -> npt.NDArray[np.int32]:
     Raises:
         WireError: the length is no multiple of 4, or an index is negative.
     """
-    if len(data) % 4:
-        raise WireError(f"page list of {len(data)} bytes is no whole number of int32")
-    pages = np.frombuffer(data, "<i4")
+    pages = view_pages(data)
     if len(pages) and (least := _least(pages)) < 0:
         raise WireError(f"page list holds the negative index {least}")
     return pages
+
+
+def view_pages(data: bytes) -> npt.NDArray[np.int32]:
+    """The same without a look at the numbers, for those who look themselves. Raises WireError for the length alone."""
+    if len(data) % 4:
+        raise WireError(f"page list of {len(data)} bytes is no whole number of int32")
+    return np.frombuffer(data, "<i4")

@@ -6,7 +6,7 @@ from kvferry.errors import Blame, Code
 from kvferry.ids import KVPoll
 from kvferry.proto.effects import Changed, Digest, Kind, Prepare, Release, Source, Submit, Verify
 from kvferry.proto.rules import ClaimEvent, ClaimState, OfferState
-from kvferry.wire import Canary, StatusPhase, TransferStatus
+from kvferry.wire import Canary, InfoPhase, StatusPhase, TransferInfo, TransferStatus
 
 CANARY = Canary({"kv": (b"12345678", b"abcdefgh")})
 
@@ -233,6 +233,18 @@ def test_what_is_sent_at_once_is_prepared_for_its_digest_alone(net, prefill, dig
     other.place(claim)
     net.deliver()
     assert [effect.digested for effect in prefill.took(Prepare)] == ([True] if digest else [])
+
+
+def test_nothing_is_prepared_for_a_claim_that_does_not_say_how_much_it_expects(net, prefill):
+    other = net.end("decode", 2002)
+    prefill.peer_ready(prefill.peer(other), Large(), digest="sample")
+    number = prefill.open_offer()
+    pages = {"kv": bytes(8)}
+    for claim, expected in ((1, None), (2, 0)):
+        info = TransferInfo(7, claim, 2, InfoPhase.PAGES, pages=pages, num_tokens=8, expected_bytes=expected)
+        prefill.receive(prefill.peer(other), info)
+    prefill.chunk(number)
+    assert prefill.took(Prepare) == []
 
 
 @pytest.mark.parametrize("canary", [None, Canary({"kv": (b"", b"")}, full=True)])

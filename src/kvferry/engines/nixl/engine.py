@@ -37,8 +37,11 @@ _LONGEST_NAP_S = 0.0005
 _CLOSE_S = 2.0
 """How long `close` waits for batches that wait to be copied."""
 
-_STEP_EVERY_S = 0.05
-"""How often the library is driven at least while outcomes come without that; polls without one drive it besides."""
+_STEP_EVERY_S = 0.001
+"""How often the library is driven at least while outcomes come without that."""
+
+_STEP_IDLE_S = 0.04
+"""The same while nothing is under way here; polls that find no outcome drive it besides, also for peers."""
 
 
 class NixlEngine:
@@ -207,7 +210,8 @@ class NixlEngine:
         """Collect outcomes and serve peers that write here, waiting up to budget_s while none is there."""
         agent = self._opened()
         began = time.monotonic()
-        if self._done and began - self._stepped_at < _STEP_EVERY_S:
+        waits = self._flights or self._probes
+        if self._done and began - self._stepped_at < (_STEP_EVERY_S if waits else _STEP_IDLE_S):
             return self._take_done()
         until = began + budget_s
         while True:
