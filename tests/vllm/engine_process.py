@@ -122,10 +122,14 @@ class _Child:
     """The engine's process."""
 
     def __init__(self, model: str, transfer: dict[str, Any] | None, options: dict[str, Any]) -> None:
+        import torch
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        # vLLM 0.32 computes bfloat16 attention with AMX wherever the processor has it, and asks the system for nothing:
+        # unless oneDNN has, the process ends by SIGILL; without AMX this does nothing, and workers are forks
+        torch.cpu._init_amx()
         # in bfloat16 two TP sizes, or two sizes of chunks, round differently, and a near tie gives another token
         defaults = {
             "dtype": "float32",
