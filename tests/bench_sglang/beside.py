@@ -121,18 +121,18 @@ def measure(crew: Crew, work: Work, orders: list[str], repeats: int, engines: li
         if engine in engines
     ]
     turns = [(player, mode, order) for order in orders for player, modes in players for mode in modes]
-    samples: dict[int, list] = {index: [] for index in range(len(turns))}
-    firsts: dict[int, list] = {index: [] for index in range(len(turns))}
+    kinds = [work.name] if work.burst == 1 else [FIRST, *[work.name] * (work.burst - 1)]
+    samples: dict[str, list[list[Sample]]] = {kind: [[] for _ in turns] for kind in kinds}
     number = 1
     for repeat in range(-1, repeats):  # the first one warms up
         for step in range(len(turns)):
             index = (step + 3 * repeat) % len(turns)
             player, mode, order = turns[index]
-            first, *later = player.turn(number, order, mode)
+            found = player.turn(number, order, mode)
             number += work.burst
             if repeat >= 0:
-                firsts[index].append(first)
-                samples[index] += later or [first]
+                for kind, sample in zip(kinds, found, strict=True):
+                    samples[kind][index].append(sample)
         print(f"{work.name}: round {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
     idle = {}
     for player, _ in players:
@@ -140,11 +140,10 @@ def measure(crew: Crew, work: Work, orders: list[str], repeats: int, engines: li
         player.stop()
     for player, _ in players:
         player.go()
-    kinds = {work.name: samples} if work.burst == 1 else {FIRST: firsts, work.name: samples}
     return [
-        {"work": name, "order": order, "connector": player.connector, "engine": player.engine, "mode": mode,
+        {"work": kind, "order": order, "connector": player.connector, "engine": player.engine, "mode": mode,
          "nbytes": work.nbytes, **figures(of_kind[index]), **idle[player]}
-        for name, of_kind in kinds.items()
+        for kind, of_kind in samples.items()
         for index, (player, mode, order) in enumerate(turns)
     ]  # fmt: skip
 

@@ -115,12 +115,11 @@ class KVReceiver(Room, BaseKVReceiver):
         if slot >= 0:
             self.kv_mgr.node.aux.check(slot, side)
         lists = spaces.lists(kv_indices, state_indices)
-        pages = packed(lists)
-        rows = {name: len(data) // 4 for name, data in pages.items() if name != MAIN}
-        count = len(pages.get(MAIN, b"")) // 4
+        rows = {name: len(numbers) for name, numbers in lists.items() if name != MAIN}
+        count = len(lists.get(MAIN, ()))
         tag = whole_number(tag, "tag", side, most=MAX_TAG)
         wants_aux = slot >= 0 and bool(self.kv_mgr.node.aux.slots)
-        facts = ClaimFacts(pages, spaces.page_tokens or 1, count, prefix, num_tokens, rows, tag, wants_aux)
+        facts = ClaimFacts(packed(lists), spaces.page_tokens or 1, count, prefix, num_tokens, rows, tag, wants_aux)
         self._check_pages(facts)
         self.kv_mgr.held.take(self._view, spaces.by_pool(lists))
         self._named = True

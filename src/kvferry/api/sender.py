@@ -16,7 +16,7 @@ from kvferry.ids import Side
 from kvferry.layout import All
 from kvferry.node.batching import MAIN
 from kvferry.proto.effects import Chunk, Kind, OfferFacts
-from kvferry.wire import unpack_pages
+from kvferry.wire import view_pages
 
 if TYPE_CHECKING:
     from kvferry.api.facts import SendFacts
@@ -117,7 +117,7 @@ class KVSender(Room, BaseKVSender):
         chunk = Chunk(self._chunks, self._pages_sent, packed(lists), last)
         aux = self.kv_mgr.node.aux.read(self._aux_index) if last and self._aux_index >= 0 else b""
         if not last:
-            self._named.append(unpack_pages(chunk.pages.get(MAIN, b"")))
+            self._named.append(view_pages(chunk.pages.get(MAIN, b"")))
         self._pages_sent += count
         self._chunks += 1
         if not self._view.pages_s:

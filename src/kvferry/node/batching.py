@@ -35,17 +35,15 @@ def prepared(route: Route, effect: Prepare, limits: Limits) -> Target | None:
     """What can be made of a request before its source's pages are known; None where that is nothing.
 
     Args:
-        route: of the two ranks.
+        route: of the two ranks, narrowed to what is sent.
         effect: the claim and the request's numbers.
         limits: of one batch.
 
     Raises:
-        ConfigError: the numbers make no request, or the lists are none, and its like.
+        InputError: the numbers make no request.
+        WireError: a page list is none.
     """
-    if not 0 < effect.nbytes <= limits.bytes:
-        return None
-    route = route.only(effect.info.sends)
-    return _target(route, route.spaces, effect)
+    return _target(route, route.spaces, effect) if 0 < effect.nbytes <= limits.bytes else None
 
 
 def chunk_batches(route: Route, submit: Submit, limits: Limits, target: Target | None = None) -> Iterator[Batch]:

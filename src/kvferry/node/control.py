@@ -136,8 +136,7 @@ class Control:
         if not self.running:
             return False
         try:
-            self._performer.give_thanks()
-            self._performer.leaves_thanks = True
+            self._performer.begin_turn(leaves_thanks=True)
             for received in self.links.take(FRAMES_A_TURN) if self.links.has_news() else ():
                 if self.board.is_short(received):
                     self._receive(received)
@@ -217,8 +216,7 @@ class Control:
 
     def _long_turn(self) -> None:
         try:
-            self._performer.give_thanks()
-            self._performer.leaves_thanks = False
+            self._performer.begin_turn(leaves_thanks=False)
             while self._later:
                 self._later.popleft()()
                 self.perform()

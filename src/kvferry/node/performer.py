@@ -42,12 +42,7 @@ log = logging.getLogger("kvferry.node")
 
 
 class Performer:
-    """One method for each effect.
-
-    Attributes:
-        leaves_thanks: what only thanks a source is left for `give_thanks`: nobody waits for it, and to send it takes
-            longer than all else that a scheduler's poll() does.
-    """
+    """One method for each effect."""
 
     def __init__(self, node: Node, board: Switchboard) -> None:
         self._node = node
@@ -55,15 +50,21 @@ class Performer:
         self._board = board
         self._thanks: list[Send] = []
         self._targets: dict[int, dict[PeerId, tuple[TransferInfo, Target]]] = {}
-        self.leaves_thanks = False
+        self._leaves_thanks = False
 
     @property
     def owes_thanks(self) -> bool:
-        """Whether `give_thanks` has something to send."""
+        """Whether an earlier turn has left something to be sent."""
         return bool(self._thanks)
 
-    def give_thanks(self) -> None:
-        """Send what was left; before anything that comes of later events."""
+    def begin_turn(self, *, leaves_thanks: bool) -> None:
+        """Send what an earlier turn has left, before anything that comes of later events.
+
+        Args:
+            leaves_thanks: what only thanks a source is left to the next turn: nobody waits for it, and to send it takes
+                longer than all else that a scheduler's poll() does.
+        """
+        self._leaves_thanks = leaves_thanks
         thanks, self._thanks = self._thanks, []
         for effect in thanks:
             self._transmit(effect)
@@ -75,7 +76,7 @@ class Performer:
                 _DO[type(effect)](self, effect)
 
     def _send(self, effect: Send) -> None:
-        if self.leaves_thanks and _is_thanks(effect):
+        if self._leaves_thanks and _is_thanks(effect):
             self._thanks.append(effect)
         else:
             self._transmit(effect)
@@ -111,7 +112,7 @@ class Performer:
     def _prepare_link(self, route: Route, effect: Prepare) -> None:
         if effect.digested:
             self._node.digests.prepare(Kind.OFFER, effect.offer, effect.peer, sent(route, effect))
-        target = prepared(route, effect, self._node.limits)
+        target = prepared(route.only(effect.info.sends), effect, self._node.limits)
         if target is not None:
             self._targets.setdefault(effect.offer, {})[effect.peer] = effect.info, target
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+_MISSING: Any = object()
+"""None is a result."""
 
 
 class Recent(Generic[T]):
@@ -17,8 +20,8 @@ class Recent(Generic[T]):
 
     def get(self, key: Hashable, make: Callable[[], T], is_small: Callable[[T], bool]) -> T:
         """The result for a key; kept only if it is small, as of large ones the making matters less than the memory."""
-        found = self._found.get(key)
-        if found is None:
+        found: T = self._found.get(key, _MISSING)
+        if found is _MISSING:
             found = make()
             if is_small(found):
                 if len(self._found) >= self._capacity:

@@ -17,7 +17,8 @@ from kvferry.plan.recent import Recent
 from kvferry.plan.route import Leg, Route
 
 SMALL_BYTES = 256 << 10
-"""Of a request whose rows are not joined where pages follow each other: looking costs more than it brings."""
+"""Of a request whose rows are not joined where pages follow each other, since looking costs more than it brings, and
+whose places of a digest are kept by its size."""
 
 RECIPE_ROWS = 1024
 """Of a request that is planned so: 56 bytes are kept for each."""

@@ -212,7 +212,7 @@ JOBS_PER_LINK = 2
 """Chunks of one link that may be with the mover at once: bounds what an abort has to wait for."""
 
 PREPARE_BYTES = 1 << 20
-"""Links of more bytes have their canary prepared as soon as their pages are named."""
+"""Links of more bytes have their canary prepared when their pages are named, even if they are sent at once."""
 
 LINKS_PER_PEER = 1 << 16
 """Claims of one peer that are remembered at once, refused and closed ones included; more are not heard."""

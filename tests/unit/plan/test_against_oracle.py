@@ -238,8 +238,7 @@ def byte_pairs(batch):
 def check_pattern(path, part, first_token):
     """The pattern of a request's size gives the rows that the general way gives."""
     space, prefix, num_tokens, src, dst, rows, _ = part
-    pages = ({space: np.asarray(each.indices, np.int64)} for each in (src, dst))
-    here, there = pages
+    here, there = ({space: np.asarray(each.indices, np.int64)} for each in (src, dst))
     target = small_target(path, {space: Size(first_token, prefix, num_tokens, rows)}, there)
     batch = target and small_batch(target, here)
     general = list(batches(path, [runs(path, part)], Limits()))

@@ -102,5 +102,9 @@ def test_only_a_few_results_are_kept_and_only_small_ones():
     assert made == [1, 2, 3, 1, 2], "the oldest goes first"
     made.clear()
     for _ in range(2):
+        assert recent.get("nothing", lambda: made.append("nothing"), lambda _: True) is None
+    assert made == ["nothing"], "that there is nothing is a result"
+    made.clear()
+    for _ in range(2):
         recent.get(9, make_it(9), lambda _: False)
     assert made == [9, 9]

@@ -2,9 +2,8 @@
 
 By cross-memory attach the library copies inside of the call that begins a transfer, on the thread that calls, and calls
 to one agent wait for each other: one processor copies, and the engine does nothing else meanwhile. Where that was seen
-of a large batch, further agents connect to the same peer and copy all large batches from then on, in a part for each
-thread. Where a card or the kernel moves the bytes such a call returns at once, and
-there are none.
+of a large batch, further agents connect to the same peer and copy all large batches from then on, a part on each
+thread. Where a card or the kernel moves the bytes such a call returns at once, and there are none.
 """
 
 from __future__ import annotations
