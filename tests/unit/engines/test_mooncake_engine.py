@@ -101,7 +101,7 @@ def test_the_transport_is_what_the_library_uses_not_what_was_asked_for(monkeypat
     monkeypatch.setattr(instance, "rdma_devices", lambda: ["mlx5_0"])
     for forced, transport in (("1", "tcp"), (None, "rdma")):
         monkeypatch.setenv("MC_FORCE_TCP", "1") if forced else monkeypatch.delenv("MC_FORCE_TCP", raising=False)
-        made = instance.Instance(instance.Place("127.0.0.1", "tcp", ""))
+        made = instance.Instance(instance.Place("127.0.0.1", "tcp", "", 10))
         assert (made.transport, made.network_devices) == (transport, ["mlx5_0"])
         made.close()
 
@@ -126,7 +126,7 @@ def test_an_engine_that_is_not_open_says_so_and_opens_once():
 def test_closing_does_not_stop_pythons_threads_for_the_second_that_the_library_would_wait():
     seconds = []
     for _ in range(7):
-        made = instance.Instance(instance.Place("127.0.0.1", "tcp", ""))
+        made = instance.Instance(instance.Place("127.0.0.1", "tcp", "", 10))
         time.sleep(0.01)
         began = time.monotonic()
         made.close()

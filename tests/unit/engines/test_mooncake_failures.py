@@ -29,7 +29,7 @@ def test_rows_outside_of_what_the_target_has_registered_fail_and_become_quiet(at
     ticket = suite.submit(process, 4, first=process.nbytes - MIB)
     done = suite.pair.settle(ticket)
     assert (done.outcome, done.native) == (Outcome.FAILED_UNKNOWN, "-1")
-    assert "batch_transfer_sync_write of 4 rows" in done.cause
+    assert "write of 4 rows" in done.cause
     refused = suite.write_to(process)
     assert refused.outcome is Outcome.FAILED_QUIET
     assert "since a write to it failed" in refused.cause

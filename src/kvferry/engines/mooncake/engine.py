@@ -30,7 +30,7 @@ class MooncakeEngine(PeerEngine[Instance, Blob]):
     unless MC_TRANSFER_TIMEOUT says otherwise. It is one setting for the process, as are the range of ports and whether
     addresses are IPv6, which the first engine of the process decides.
 
-    LANDED: the blocking call returned 0, so that the target has acknowledged each row after writing it.
+    LANDED: the library said that the write is done, so that the target has acknowledged each row after writing it.
     FAILED_QUIET: only what was refused before the library saw it. All else is FAILED_UNKNOWN: the library goes on
     writing for a while after it has reported a failure. The instance that failed is destroyed at once, and the peer has
     to be attached again. QUIET follows, by TCP only (see `quiet`): as soon as the target is gone or has shut this
@@ -69,7 +69,7 @@ class MooncakeEngine(PeerEngine[Instance, Blob]):
         library.check_environment()
         host = config.advertise_host.strip("[]")
         library.set_environment(self._options.timeout_s, config.data_ports, ipv6=":" in host)
-        self._place = Place(host, self._options.protocol, self._options.devices)
+        self._place = Place(host, self._options.protocol, self._options.devices, self._options.timeout_s)
         self._start(Serving(self._place, config.me.incarnation))
 
     def info(self) -> dict[str, object]:

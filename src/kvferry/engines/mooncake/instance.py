@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvferry.engines.devices import rdma_devices
+from kvferry.engines.mooncake import at_rest
 from kvferry.engines.mooncake.blob import NONCE_BYTES
 from kvferry.engines.mooncake.library import engine_class
 from kvferry.engines.mooncake.sockets import listening_ports, wake_listener
@@ -37,11 +38,13 @@ class Place(NamedTuple):
         host: address that peers use.
         protocol: handed to the library.
         devices: names of network devices, with commas.
+        timeout_s: after how many seconds the library gives a transfer up.
     """
 
     host: str
     protocol: str
     devices: str
+    timeout_s: int
 
 
 class Instance:
@@ -79,6 +82,8 @@ class Instance:
         self.network_devices = rdma_devices()
         self.transport = "rdma" if self.network_devices and "MC_FORCE_TCP" not in os.environ else "tcp"
         self.ports = [port, *self.data_ports]
+        self._timeout_s = place.timeout_s
+        self._pace = at_rest.Pace()
         self._regions: tuple[Region, ...] = ()
         self._page = np.frombuffer(bytearray(os.urandom(NONCE_BYTES)), np.uint8)
         self._engine.register_memory(self.page_address, NONCE_BYTES)
@@ -119,12 +124,17 @@ class Instance:
         return None if code else self._page.tobytes()
 
     def write(self, session: str, batches: Sequence[Batch]) -> int:
-        """Write batches in one call; waits until the peer has acknowledged each row. 0 is success, all else is not."""
-        src, dst, nbytes = (
-            [number for batch in batches for number in getattr(batch, rows).tolist()]
-            for rows in ("src", "dst", "nbytes")
+        """Write batches at once; waits until the peer has acknowledged each row. 0 is success, all else is not."""
+        rows = at_rest.Rows(
+            *(
+                [number for batch in batches for number in getattr(batch, name).tolist()]
+                for name in ("src", "dst", "nbytes")
+            )
         )
-        return int(self._engine.batch_transfer_sync_write(session, src, dst, nbytes))
+        # by RDMA nothing here copies, and this call tries again by another device
+        if self.transport != "tcp" or sum(rows.nbytes) < at_rest.FROM_BYTES:
+            return int(self._engine.batch_transfer_sync_write(session, *rows))
+        return at_rest.write(self._engine, session, rows, self._pace, self._timeout_s)
 
     def close(self) -> None:
         """Destroy it: when this returns nothing reads or writes this process's memory for it any more."""

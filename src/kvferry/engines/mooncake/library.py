@@ -21,6 +21,14 @@ SLICE_BYTES = 64 << 10
 """The library's default for MC_TCP_SLICE_SIZE: what a target reads from one connection before it turns to the next."""
 
 
+LANES = ("MC_TCP_LANES_PER_PEER", "MC_TCP_MAX_CONNECTIONS_PER_PEER")
+"""How many connections the library opens to a peer, as they are needed: its setting, and that one's older name."""
+
+MOST_LANES = 16
+"""The most that it takes, and what is set here. Its default is 4, each with one row under way, and both sides' threads
+then sleep and wake once for nearly every row."""
+
+
 def check_installed() -> None:
     """Look whether the library can be imported, without doing so: it reads its settings while it is.
 
@@ -85,6 +93,8 @@ def set_environment(timeout_s: int, ports: tuple[int, int], *, ipv6: bool) -> No
         ipv6: whether addresses are IPv6; the library can't have both in one process.
     """
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    if not any(name in os.environ for name in LANES):
+        os.environ[LANES[0]] = str(MOST_LANES)
     wanted = {"MC_TRANSFER_TIMEOUT": str(timeout_s)}
     if ports != (0, 0):
         wanted |= {"MC_MIN_RPC_PORT": str(ports[0]), "MC_MAX_RPC_PORT": str(ports[1])}

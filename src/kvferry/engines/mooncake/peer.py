@@ -223,6 +223,6 @@ def _pauses() -> Iterator[float]:
 def _cause(session: str, batches: Sequence[Batch], seconds: float) -> str:
     rows = sum(map(len, batches))
     return (
-        f"Mooncake's batch_transfer_sync_write of {rows} rows to {session} failed after {seconds:.2f} s; it does "
+        f"Mooncake's write of {rows} rows to {session} failed after {seconds:.2f} s; the library does "
         "not say why: the peer may be gone, stopped or slow, or the rows outside of what it has registered"
     )
