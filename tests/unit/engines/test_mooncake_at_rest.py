@@ -136,3 +136,17 @@ def test_after_a_peer_that_was_stopped_nobody_sleeps_as_long_again():
     assert pace.rest_s(64 * MIB) == at_rest.REST_MOST_S
     pace.saw(64, 0.0, overslept=True)  # a clock that did not move
     assert pace.rest_s(64 * MIB) < 1
+
+
+def test_long_rows_are_cut_but_never_into_more_rows_than_the_library_takes():
+    whole = at_rest.Rows([0, 5], [7, 9], [MIB, 100])
+    assert at_rest.cut(whole) is whole
+    assert at_rest.cut(at_rest.Rows([0], [7], [2 * MIB + 1])) == (
+        [0, MIB, 2 * MIB],
+        [7, 7 + MIB, 7 + 2 * MIB],
+        [MIB, MIB, 1],
+    )
+    many = at_rest.Rows(list(range(1023)), list(range(1023)), [1] * 1022 + [7 * MIB])
+    assert [nbytes for nbytes in at_rest.cut(many).nbytes if nbytes > 1] == [4 * MIB, 3 * MIB]
+    many = at_rest.Rows(list(range(1021)), list(range(1021)), [1] * 1020 + [7 * MIB])
+    assert [nbytes for nbytes in at_rest.cut(many).nbytes if nbytes > 1] == [2 * MIB] * 3 + [MIB]

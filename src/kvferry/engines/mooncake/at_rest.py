@@ -16,6 +16,12 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
+from kvferry.engines.mooncake.quiet import LIMITS
+
+PIECE_BYTES = 1 << 20
+"""Longer rows are cut: of each connection one row is under way, and rows that fill the kernel's buffers are copied from
+caches that they have fallen out of."""
+
 FROM_BYTES = 1 << 20
 """A shorter write is over before a sleeping thread would run again."""
 
@@ -23,7 +29,7 @@ SHARE, REST_MOST_S = 0.8, 0.05
 """What part of the time that a write should take is slept through, and no more than this: the last one may have waited
 for a peer that was stopped."""
 
-NAP_S, NAP_SHARE = 1e-4, 1 / 200
+NAP_S, NAP_SHARE = 2e-4, 1 / 100
 """How long it sleeps before it asks again: at least so many seconds, and this part of what has passed."""
 
 _FASTER = 1.25
@@ -60,20 +66,35 @@ class Pace:
         self._bytes_per_s.append(nbytes / max(seconds, 1e-6) * (_FASTER if overslept else 1.0))
 
 
+def cut(rows: Rows) -> Rows:
+    """Cut long rows into pieces, of PIECE_BYTES where that does not make more rows than the library takes at once."""
+    most = PIECE_BYTES
+    if max(rows.nbytes) <= most:
+        return rows
+    while sum(-(-nbytes // most) for nbytes in rows.nbytes) > LIMITS.rows:
+        most *= 2
+    pieces = (
+        (src + begin, dst + begin, min(most, nbytes - begin))
+        for src, dst, nbytes in zip(*rows, strict=True)
+        for begin in range(0, nbytes, most)
+    )
+    return Rows(*map(list, zip(*pieces, strict=True)))
+
+
 def write(engine: Any, session: str, rows: Rows, pace: Pace, timeout_s: float) -> int:
     """Write rows; returns when the peer has acknowledged each, or when not all will be.
 
     Args:
         engine: the library's.
         session: the peer's.
-        rows: at least one, and no more than the library takes at once.
+        rows: at least one, none empty, and no more than the library takes at once.
         pace: of that peer.
         timeout_s: when the library gives a write up, beside a nanosecond for each byte.
 
     Returns:
         0 when all are there; all else is a failure, after which the library may go on writing.
     """
-    began, nbytes = time.monotonic(), sum(rows.nbytes)
+    began, nbytes, rows = time.monotonic(), sum(rows.nbytes), cut(rows)
     first = Rows(*(numbers[:-1] for numbers in rows))
     batch = engine.batch_transfer_async_write(session, *first) if first.src else None
     if batch == 0:
