@@ -73,6 +73,15 @@ def test_every_row_is_there_when_it_returns(ends, calls, rows):
     assert all(0 < rest_s <= at_rest.REST_MOST_S for rest_s, _ in calls[1:])
 
 
+@pytest.mark.parametrize("sizes", [[0, MIB], [MIB, 0], [MIB, 0, 3 * MIB + 1, 0]])
+def test_rows_of_nothing_are_written_at_once(ends, calls, sizes):
+    starts = [4 * MIB * number for number in range(len(sizes))]
+    assert ends.write(starts, starts, sizes) == 0
+    for start, size in zip(starts, sizes, strict=True):
+        assert (ends.target[start : start + size] == ends.source[start : start + size]).all()
+    assert len(calls) == 1
+
+
 def test_a_short_write_is_one_call(ends, calls):
     assert ends.write([0, 100], [0, 100], [100, 100]) == 0
     assert ends.write([0], [0], [at_rest.FROM_BYTES - 1]) == 0

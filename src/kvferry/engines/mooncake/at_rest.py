@@ -87,7 +87,7 @@ def write(engine: Any, session: str, rows: Rows, pace: Pace, timeout_s: float) -
     Args:
         engine: the library's.
         session: the peer's.
-        rows: at least one, none empty, and no more than the library takes at once.
+        rows: at least one that is not empty, and no more than the library takes at once.
         pace: of that peer.
         timeout_s: when the library gives a write up, beside a nanosecond for each byte.
 
