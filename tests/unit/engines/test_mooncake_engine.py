@@ -106,6 +106,20 @@ def test_the_transport_is_what_the_library_uses_not_what_was_asked_for(monkeypat
         made.close()
 
 
+@pytest.mark.parametrize("given", [{}, {"MC_TCP_LANES_PER_PEER": "2"}, {"MC_TCP_MAX_CONNECTIONS_PER_PEER": "3"}])
+def test_the_library_may_open_as_many_connections_to_a_peer_as_it_can_unless_that_is_set(monkeypatch, given):
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "10")
+    for name in library.LANES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    library.set_environment(10, (0, 0), ipv6=False)
+    assert {name: os.environ[name] for name in library.LANES if name in os.environ} == (
+        given or {"MC_TCP_LANES_PER_PEER": "16"}
+    )
+
+
 # life
 
 

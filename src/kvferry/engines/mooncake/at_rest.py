@@ -95,8 +95,8 @@ def write(engine: Any, session: str, rows: Rows, pace: Pace, timeout_s: float) -
         0 when all are there; all else is a failure, after which the library may go on writing.
     """
     began, nbytes, rows = time.monotonic(), sum(rows.nbytes), cut(rows)
-    first = Rows(*(numbers[:-1] for numbers in rows))
-    batch = engine.batch_transfer_async_write(session, *first) if first.src else None
+    others = Rows(*(numbers[:-1] for numbers in rows))
+    batch = engine.batch_transfer_async_write(session, *others) if others.src else None
     if batch == 0:
         return -1
     last = engine.transfer_submit_write(session, *(numbers[-1] for numbers in rows))

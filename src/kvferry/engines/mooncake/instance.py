@@ -132,7 +132,7 @@ class Instance:
             )
         )
         # by RDMA nothing here copies, and this call tries again by another device
-        if self.transport != "tcp" or sum(rows.nbytes) < at_rest.FROM_BYTES:
+        if self.transport != "tcp" or sum(batch.total_bytes for batch in batches) < at_rest.FROM_BYTES:
             return int(self._engine.batch_transfer_sync_write(session, *rows))
         return at_rest.write(self._engine, session, rows, self._pace, self._timeout_s)
 
