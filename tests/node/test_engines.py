@@ -60,6 +60,7 @@ def test_an_engine_that_raises_fails_its_room_only(raising, kit, error):
     prefill.engine.errors["submit"] = error
     receiver, sender = kit.claim(decode, prefill, 1, [4]), kit.offer(prefill, 1, [1])
     assert receiver.wait(3) is KVPoll.Failed
+    assert sender.wait(1) is KVPoll.Failed
     assert repr(error) in str(receiver.failure())
     assert repr(error) in str(sender.failure())
     time.sleep(0.1)

@@ -142,6 +142,7 @@ def test_the_failure_of_a_later_chunk_fails_the_room_on_both_sides(pair, kit):
     sender.send(np.array([2]))
     sender.send(np.array([3]))
     assert receiver.wait(NOTIFIED_S) is KVPoll.Failed
+    assert sender.wait(1) is KVPoll.Failed
     sender.abort("late")
     assert "EIO" in str(sender.failure())
 
@@ -277,6 +278,7 @@ def test_a_write_that_does_not_move_is_stalled_on_both_sides(make, kit):
     prefill.engine.hold()
     receiver, sender = kit.claim(decode, prefill, 1, [4]), kit.offer(prefill, 1, [1])
     assert receiver.wait(3) is KVPoll.Failed
+    assert sender.wait(1) is KVPoll.Failed
     assert receiver.failure().reason.code is Code.STALLED
     assert sender.failure().reason.code is Code.STALLED
     assert not receiver.is_release_safe()
