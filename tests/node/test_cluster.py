@@ -38,6 +38,10 @@ def is_named(words):
     return any(f": {code}: " in words for code in ("peer_lost", "write_failed", "no_claim"))
 
 
+def peers_of(cluster):
+    return {peer["peer"] for rank in cluster.decode for peer in rank.manager.info()["peers"]}
+
+
 def carry(cluster, num_tokens, **facts):
     request = cluster.request(num_tokens, **facts)
     request.wait()
@@ -86,11 +90,13 @@ def test_a_connection_that_is_cut_fails_what_is_open_by_name_and_the_next_reques
             request.send(1 if when == "between two chunks" else None)
         if when == "after":
             request.wait()
+        before = peers_of(cluster)
         for proxy in cluster.proxies:
             proxy.cut()
         if when != "after":
             assert request.ends(10) == ["Failed"] * 3
             assert all(is_named(words) for words in request.failures()), request.failures()
+        until(lambda: not before & peers_of(cluster))  # what begins before it is noticed fails as well
         request.clear(10)
         carry(cluster, 100)
         assert cluster.clean() == []

@@ -51,6 +51,15 @@ class Conn:
         return self.handshake.state is PeerState.READY
 
     @property
+    def stuck(self) -> str:
+        """What a handshake that does not end waits for."""
+        if self.peer is None:
+            return "nothing was heard: it is no kvferry rank, it hangs, or its engine is still connecting to this one"
+        if self.handshake.theirs is None:
+            return "it has said who it is, but not what it holds"
+        return "this engine is still connecting to the peer's"
+
+    @property
     def theirs(self) -> KVArgsRegisterInfo:
         """What the peer registered; only while ready."""
         assert self.handshake.theirs is not None

@@ -160,14 +160,15 @@ class Links:
                 socket.send(data, zmq.NOBLOCK)
             else:
                 socket.send(data, zmq.NOBLOCK)
-            if _has_input(socket):
-                self._carried.add(socket)
         except zmq.Again:
             return True
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 return False
             raise
+        finally:
+            if _has_input(socket):  # also of a send that failed: it may have taken the word of another's first frame
+                self._carried.add(socket)
         return True
 
     def take(self, burst: int = BURST) -> Iterator[Received]:
