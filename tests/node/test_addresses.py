@@ -174,7 +174,24 @@ def test_a_port_where_somebody_else_listens_is_given_up_in_time(make, kit):
         receiver = KVReceiver(decode.manager, None, 5, peers=[f"127.0.0.1:{port}"])
         receiver.init()
         assert receiver.wait(3) is KVPoll.Failed
-        assert str(port) in str(receiver.failure())
+        assert f"127.0.0.1:{port}" in str(receiver.failure())
+        assert "nothing was heard: it is no kvferry rank" in str(receiver.failure())
+
+
+def test_a_room_that_runs_out_of_time_before_its_handshakes_do_says_which_ranks_it_waited_for(make, kit, monkeypatch):
+    prefill, decode = make("prefill"), make("decode", bootstrap_timeout_s=0.5)
+    hand_over(prefill, decode, kit, prefill.manager.endpoint, room=4)
+    monkeypatch.setattr(decode.manager.node.control.board, "tick", lambda now: None)
+    with taken_ports(4) as ports:
+        silent = [f"tcp://127.0.0.1:{port}" for port in ports]
+        receiver = KVReceiver(decode.manager, None, 5, peers=[prefill.manager.endpoint, *silent])
+        receiver.init()
+        assert receiver.wait(5) is KVPoll.Failed
+    words = str(receiver.failure())
+    assert receiver.failure().reason.code is Code.BOOTSTRAP_TIMEOUT
+    assert "within 0.5 s: 4 of 5 are missing; " in words
+    assert all(f"{address}: nothing was heard" in words for address in silent[:3])
+    assert prefill.manager.endpoint not in words
 
 
 def test_two_names_of_one_process_share_a_connection(make, kit):

@@ -125,6 +125,14 @@ def test_a_server_that_stalls_or_drips_is_bounded(make):
         assert time.monotonic() - begin < 4.5
 
 
+def test_a_room_that_runs_out_of_time_before_the_server_does_says_so(make):
+    decode = make("decode", bootstrap_timeout_s=0.5)
+    with fake_server(b"", stall_s=30) as address:
+        receiver = look_up(decode, address, 5)
+        assert receiver.wait(3) is KVPoll.Failed
+        assert "within 0.5 s: their addresses are still being looked up" in str(receiver.failure())
+
+
 def test_a_stalled_server_does_not_hold_up_rooms_of_others(make, kit, server):
     prefill, decode = make("prefill", bootstrap_addr=server.address), make("decode")
     with fake_server(b"", stall_s=30) as address:

@@ -45,7 +45,7 @@ def sides(model, prefill, decode):
 def carry(cluster, num_tokens, **facts):
     """One request, all of it checked; the bytes that came, and those that were asked for."""
     request = cluster.request(num_tokens, **{"room": 5, **facts})
-    request.wait()
+    request.wait(60)
     request.check()
     found = request.landed_bytes, request.wanted_bytes
     request.clear()
@@ -95,7 +95,8 @@ def test_every_rank_gets_what_it_holds_and_nothing_else(model, prefill, decode, 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "local"])
 def test_so_it_is_over_other_engines(engine, model, prefill, decode):
     need(engine)
-    with Cluster(*sides(model, prefill, decode), **of_cluster(engine)) as cluster:
+    patient = {"bootstrap_timeout_s": 60.0, "claim_timeout_s": 60.0}  # up to 48 instances of a library start at once
+    with Cluster(*sides(model, prefill, decode), **patient, **of_cluster(engine)) as cluster:
         for num_tokens, prefix, chunk_pages in [(130, 0, 3), (131, 37, 1000), (1, 0, 1)]:
             total, wanted = carry(cluster, num_tokens, room=None, prefix=prefix, chunk_pages=chunk_pages, rows=3)
             assert total == wanted

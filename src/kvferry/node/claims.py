@@ -28,6 +28,10 @@ REDIAL_S = 2.0
 """How often a process is dialled whose earlier connection left pages without a proof."""
 
 
+_SHOWN = 3
+"""Of so many ranks that are missing it is said what they wait for."""
+
+
 @dataclass(frozen=True)
 class Target:
     """Where a room's sources are.
@@ -85,6 +89,18 @@ class Claims:
         for number in list(self._pending):
             self._consider(number)
 
+    def looks_for(self, number: int) -> str:
+        """What a claim waits for whose sources were not reached, in words."""
+        addresses = self._pending.get(number)
+        if addresses is None:
+            return "their addresses are still being looked up"
+        conns = {address: self.node.conns.by_address.get(address) for address in addresses}
+        missing = [(address, conn) for address, conn in conns.items() if conn is None or not conn.announced]
+        first = "; ".join(
+            f"{address}: {conn.stuck if conn else 'still being connected to'}" for address, conn in missing[:_SHOWN]
+        )
+        return f"{len(missing)} of {len(conns)} are missing; {first}" + ("; ..." if missing[_SHOWN:] else "")
+
     def connection_ended(self, conn: Conn, addresses: list[str]) -> None:
         """Fail what waited for these addresses; remember where they led while pages wait for a proof."""
         if not isinstance(conn.link, Dialled):
@@ -94,7 +110,8 @@ class Claims:
         reason = conn.reason
         for address in addresses:
             if not conn.announced and reason is not None and reason.code is Code.PEER_LOST:
-                reason = self.node.where.reason(Code.UNREACHABLE, reason.cause, peer=address, stage="handshake")
+                cause = f"{reason.cause}; {conn.stuck}"
+                reason = self.node.where.reason(Code.UNREACHABLE, cause, peer=address, stage="handshake")
             self._gone(address, reason)
 
     def tick(self, now: float) -> None:

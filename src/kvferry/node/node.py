@@ -105,6 +105,7 @@ class Node:
         self.endpoint = tcp_endpoint(control.advertised, self.links.port)
         self.resolver = Resolver()
         self.claims = Claims(self)
+        self.book.looks_for = self.claims.looks_for
         memory = regions(layout)
         self.mapped = Mapped(memory)
         self.digest = config.digest if all(region.device < 0 for region in memory) else ""

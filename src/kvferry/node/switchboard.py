@@ -202,7 +202,7 @@ class Switchboard:
                     conn.speak_at = now + heartbeat_s
                 self.speak(conn, repeat=repeat)
                 if now >= conn.deadline:
-                    self.lose(conn, f"no handshake within {self.node.config.bootstrap_timeout_s:g} s; {conn.stuck}")
+                    self.lose(conn, f"no handshake within {self.node.config.bootstrap_timeout_s:g} s")
             elif now >= conn.probe_at:
                 self.speak(conn, repeat=False)
                 conn.probe_at = now + heartbeat_s

@@ -8,6 +8,7 @@ of its own: everything that expires is looked at by `on_tick(now)`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvferry.errors import Code, Reason, RoomInUse
@@ -61,6 +62,9 @@ class Book:
     """All rooms of one process.
 
     Every method takes `now` (seconds, monotonic) and may add effects; `take_effects` hands them over, in order.
+
+    Attributes:
+        looks_for: says of a claim, by its number, what its sources are waited for; "" where that is not known.
     """
 
     def __init__(self, times: Times, where: Where) -> None:
@@ -80,6 +84,7 @@ class Book:
         self._touched: dict[Offer | Claim, Kind] = {}
         self.counts: Counter[str] = Counter()
         self.refused_peer = ""
+        self.looks_for: Callable[[int], str] = lambda _: ""
         self.effects: list[Effect] = []
         self.emit = self.effects.append
         self._next = {"offer": 1, "claim": 1, "job": 1}

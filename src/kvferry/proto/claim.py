@@ -323,7 +323,8 @@ class Claim:
         seconds = f"{self.book.times.bootstrap_timeout_s:g} s"
         cause = f"{len(silent)} of {len(self.views)} sources did not accept the room within {seconds}"
         if not self.views:
-            cause = f"the prefill side's ranks were not reached within {seconds}"
+            missing = self.book.looks_for(self.id)
+            cause = f"the prefill side's ranks were not reached within {seconds}{missing and f': {missing}'}"
         self.failing(
             self.book.where.reason(Code.BOOTSTRAP_TIMEOUT, cause, peer=", ".join(silent), stage="handshake of the room")
         )

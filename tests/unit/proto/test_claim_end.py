@@ -138,6 +138,14 @@ def test_a_claim_whose_sources_are_not_found_says_so(net, decode):
     assert decode.claimed(number).reason.cause == "the prefill side's ranks were not reached within 8 s"
 
 
+def test_a_claim_whose_sources_are_not_found_says_what_it_waits_for(net, decode):
+    decode.book.looks_for = lambda number: f"what {number} waits for"
+    number = decode.claim(7)
+    net.wait(8)
+    cause = decode.claimed(number).reason.cause
+    assert cause == f"the prefill side's ranks were not reached within 8 s: what {number} waits for"
+
+
 def test_a_claim_waits_for_a_queued_source_as_long_as_it_takes(net, prefill, decode, alone):
     number, say = alone
     say(StatusPhase.QUEUED)
