@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.layout.deal import I64, list_begin
 from kvferry.plan.batch import U64, Batch
@@ -79,14 +80,14 @@ class Target(NamedTuple):
         dst: uint64[N] addresses at the destination.
         nbytes: uint64[N] lengths.
         total_bytes: their sum.
-        may_join: they are worth being joined, and many of the destination's pages follow each other.
+        follows: bool[N - 1] whether a row's end is the next one's begin there; None where it is not worth to look.
     """
 
     parts: tuple[tuple[str, Leg, Pattern, int], ...]
     dst: U64
     nbytes: U64
     total_bytes: int
-    may_join: bool
+    follows: npt.NDArray[np.bool_] | None
 
 
 def small_target(route: Route, sizes: Mapping[str, Size], dst: Mapping[str, I64]) -> Target | None:
@@ -105,7 +106,7 @@ def small_target(route: Route, sizes: Mapping[str, Size], dst: Mapping[str, I64]
     """
     parts: list[tuple[str, Leg, Pattern, int]] = []
     columns: list[tuple[I64, I64]] = []
-    total_bytes, may_join = 0, False
+    total_bytes = 0
     for space, size in sizes.items():
         leg = route.leg(space)
         found = recipe(leg, size)
@@ -115,13 +116,14 @@ def small_target(route: Route, sizes: Mapping[str, Size], dst: Mapping[str, I64]
         if not _fits(leg, pattern, 1, dst[space], there):
             return None
         total_bytes += found.total_bytes
-        may_join = may_join or (found.total_bytes > SMALL_BYTES and _follow(dst[space]))
         parts.append((space, leg, pattern, here))
         columns.append((pattern.addresses(1, dst[space], there), pattern.nbytes))
     if not parts:
         return None
     to, nbytes = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
-    return Target(tuple(parts), to.view(np.uint64), nbytes.view(np.uint64), total_bytes, may_join)
+    follows = np.diff(to) == nbytes[:-1] if total_bytes > SMALL_BYTES else None
+    worth = follows is not None and 4 * int(np.count_nonzero(follows)) > len(to)
+    return Target(tuple(parts), to.view(np.uint64), nbytes.view(np.uint64), total_bytes, follows if worth else None)
 
 
 def small_batch(target: Target, src: Mapping[str, I64], *, claim: int = 0, chunk: int = 0) -> Batch | None:
@@ -134,17 +136,21 @@ def small_batch(target: Target, src: Mapping[str, I64], *, claim: int = 0, chunk
         chunk: number of the chunk.
 
     Returns:
-        None where `runs` must be asked: the rows could be fewer, or the pages are not what they should be, and it says
-        why.
+        None where `runs` must be asked: the pages are not what they should be, and it says why.
     """
     columns: list[I64] = []
     for space, leg, pattern, first_page in target.parts:
         pages = src[space]
-        if not _fits(leg, pattern, 0, pages, first_page) or (target.may_join and _follow(pages)):
+        if not _fits(leg, pattern, 0, pages, first_page):
             return None
         columns.append(pattern.addresses(0, pages, first_page))
-    at = columns[0] if len(columns) == 1 else np.concatenate(columns)
-    return Batch(at.view(np.uint64), target.dst, target.nbytes, target.total_bytes, claim, chunk)
+    at = (columns[0] if len(columns) == 1 else np.concatenate(columns)).view(np.uint64)
+    dst, nbytes = target.dst, target.nbytes
+    if target.follows is not None:
+        begins = np.append(True, ~(target.follows & (np.diff(at) == nbytes[:-1])))
+        first = np.flatnonzero(begins)
+        at, dst, nbytes = at[first], dst[first], np.add.reduceat(nbytes, first)
+    return Batch(at, dst, nbytes, target.total_bytes, claim, chunk)
 
 
 def _fits(leg: Leg, pattern: Pattern, side: int, pages: I64, first_page: int) -> bool:
@@ -152,11 +158,6 @@ def _fits(leg: Leg, pattern: Pattern, side: int, pages: I64, first_page: int) ->
     low, high = pattern.pages[side]
     numbers = pages.tolist()
     return first_page <= low and high < first_page + len(numbers) and _within(numbers, leg.pages[side])
-
-
-def _follow(pages: I64) -> bool:
-    """Whether many of the pages follow each other: their rows can be joined."""
-    return 4 * int(np.count_nonzero(np.diff(pages) == 1)) > len(pages)
 
 
 def _within(numbers: list[int], count: int) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 from dataclasses import dataclass
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -236,12 +238,18 @@ def byte_pairs(batch):
 
 
 def check_pattern(path, part, first_token):
-    """The pattern of a request's size gives the rows that the general way gives."""
+    """The pattern of a request's size gives the bytes that the general way gives, its rows joined or not."""
+    general = list(batches(path, [runs(path, part)], Limits()))
+    for worth in (sys.maxsize, 0):
+        with mock.patch("kvferry.plan.small.SMALL_BYTES", worth):
+            check_rows(path, part, first_token, general)
+
+
+def check_rows(path, part, first_token, general):
     space, prefix, num_tokens, src, dst, rows, _ = part
     here, there = ({space: np.asarray(each.indices, np.int64)} for each in (src, dst))
     target = small_target(path, {space: Size(first_token, prefix, num_tokens, rows)}, there)
     batch = target and small_batch(target, here)
-    general = list(batches(path, [runs(path, part)], Limits()))
     if batch is None:
         leg = path.leg(space)
         many = leg.most_rows(*leg.extent(prefix, num_tokens, rows), num_tokens) > RECIPE_ROWS

@@ -7,7 +7,7 @@ from kvferry.errors import InputError
 from kvferry.layout import Cyclic
 from kvferry.plan import Size, recipe, route, small_batch, small_target
 from kvferry.plan.recent import Recent
-from kvferry.presets import page_major
+from kvferry.presets import layer_major, page_major
 
 
 def make(page_tokens=4, pages=8, layers=1, **rest):
@@ -65,18 +65,31 @@ def test_requests_of_many_rows_are_left_to_runs():
     assert path.leg("kv").most_rows(0, 1 << 20, 1 << 20) > 1024
 
 
-@pytest.mark.parametrize(("src", "dst", "joined"), [
-    ("run", "run", True), ("run", "mixed", False), ("mixed", "run", False), ("mixed", "mixed", False),
-])  # fmt: skip
-def test_rows_that_can_be_joined_are_left_to_runs_where_it_is_worth_it(src, dst, joined):
-    pages = {"run": list(range(64)), "mixed": list(range(0, 64, 2)) + list(range(1, 64, 2))}
-    for head_dim, worth in ((64, False), (4096, True)):
-        sides = [
-            page_major("m", layers=1, kv_heads=1, head_dim=head_dim, dtype="uint8", pages=64, page_tokens=4)
-            for _ in range(2)
-        ]
-        found = batch(route(*sides), pages[src], pages[dst], end=256)
-        assert (found is None) == (joined and worth)
+RUN, MIXED = list(range(64)), list(range(0, 64, 2)) + list(range(1, 64, 2))
+
+
+@pytest.mark.parametrize(("src", "dst"), [(RUN, RUN), (RUN, MIXED), (MIXED, RUN), (MIXED, MIXED)])
+@pytest.mark.parametrize(("head_dim", "worth"), [(64, False), (4096, True)])
+def test_rows_are_joined_where_pages_follow_each_other_on_both_sides_and_it_is_worth_it(src, dst, head_dim, worth):
+    sides = [
+        page_major("m", layers=1, kv_heads=1, head_dim=head_dim, dtype="uint8", pages=64, page_tokens=4)
+        for _ in range(2)
+    ]
+    found = batch(route(*sides), src, dst, end=256)
+    assert len(found) == (1 if worth and src is RUN is dst else 64)
+    assert int(found.nbytes.sum()) == found.total_bytes == 256 * 2 * head_dim
+
+
+def test_rows_of_each_layer_are_joined_and_what_is_left_of_a_page_is_a_row_s_end():
+    layer_bytes, pages = 64 * 4 * 4096, [*range(10, 30), *range(40, 50)]
+    sides = [
+        layer_major("m", layers=2, kv_heads=1, head_dim=4096, dtype="uint8", pages=64, page_tokens=4)
+        for _ in range(2)
+    ]  # fmt: skip
+    found = batch(route(*sides), pages, pages, end=4 * 29 + 1)
+    assert found.nbytes.tolist() == [20 * 4 * 4096, (9 * 4 + 1) * 4096] * 4
+    assert found.src.tolist() == [each * layer_bytes + page * 4 * 4096 for each in range(4) for page in (10, 40)]
+    assert (found.src == found.dst).all()
 
 
 def test_numbers_that_make_no_request_are_refused():
