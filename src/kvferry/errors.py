@@ -76,6 +76,19 @@ class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
         return "; ".join(parts)
 
 
+MOST_WORDS = 4096
+"""Characters of a cause."""
+
+
+def in_words(thing: object) -> str:
+    """What somebody gave as a cause, as text that can be sent: cut, and without what UTF-8 has no bytes for."""
+    try:
+        text = thing if isinstance(thing, str) else str(thing) or repr(thing)
+    except Exception:  # noqa: BLE001 - an object of a caller's; that it can't be shown must not matter
+        text = f"a {type(thing).__name__} that can't be shown"
+    return text[:MOST_WORDS].encode("utf-8", "replace").decode()
+
+
 class KvferryError(Exception):
     """The base of all errors; `hint` says what to do about it."""
 

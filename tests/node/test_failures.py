@@ -254,7 +254,7 @@ def test_an_after_object_without_query_leaves_the_room_as_it_was(pair, kit):
     prefill, decode = pair
     receiver = kit.claim(decode, prefill, 1, [4])
     sender = kit.offer(prefill, 1, [1], send=False)
-    with pytest.raises(AttributeError):
+    with pytest.raises(InputError, match="after: object has no query"):
         sender.send(np.array([1]), after=object())
     sender.send(np.array([1]))
     assert receiver.wait(5) is KVPoll.Success

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvferry.api.base import Indices, StateIndices
 from kvferry.errors import InputError, LayoutError
-from kvferry.layout import All, Cyclic, Layout, Rows, Space, num_pages
+from kvferry.layout import All, Cyclic, Layout, Rows, Slot, Space, num_pages
 from kvferry.layout.deal import canonical
 from kvferry.layout.one_pool import pool_names
 from kvferry.node.batching import MAIN
@@ -77,7 +77,11 @@ class PageSpaces:
     def check_count(self, what: str, pages: int, from_token: int, num_tokens: int, hint: str) -> None:
         """Raise InputError unless a list of the main space has the pages of tokens [from_token, num_tokens)."""
         space = self.main
-        if space is None or pages == (needed := num_pages(space, from_token, num_tokens)):
+        if space is None:
+            if pages:
+                raise InputError(f"{what}: {pages} pages were given, the layout has no space {MAIN!r}", hint=hint)
+            return
+        if pages == (needed := num_pages(space, from_token, num_tokens)):
             return
         kept = "" if self.page_tokens else f", of the tokens that this rank keeps ({space.coverage}, {space.deal})"
         raise InputError(
@@ -85,6 +89,26 @@ class PageSpaces:
             f"{pages} were given",
             hint=hint,
         )
+
+    def check_states(self, where: str, lists: Lists, from_token: int, num_tokens: int | None) -> None:
+        """Raise InputError unless each list of another space has the pages of tokens [from_token, num_tokens).
+
+        One that is longer would be taken for another part of the request. Rows are the caller's own; what depends on
+        num_tokens is not known without it.
+        """
+        for name, pages in lists.items():
+            space = self.spaces[name]
+            depends = not isinstance(space.coverage, Slot)
+            if name == MAIN or isinstance(space.coverage, Rows) or (depends and num_tokens is None):
+                continue
+            needed = num_pages(space, from_token, num_tokens or 0)
+            if len(pages) != needed:
+                of = f"tokens {from_token} to {num_tokens}" if depends else "a request"
+                raise InputError(
+                    f"{where}: state_indices[{name!r}] has {len(pages)} pages, {of} needs {needed} of "
+                    f"{space.page_tokens} tokens ({space.coverage}, {space.deal})",
+                    hint="num_pages() and first_slot() say what a list must hold, and what it begins with",
+                )
 
     def check(self, indices: Indices, space: str, what: str) -> npt.NDArray[np.int32]:
         """The indices as int32.
@@ -125,11 +149,15 @@ class PageSpaces:
     def _named(self, state: Mapping[str, Indices] | Sequence[Indices]) -> dict[str, Indices]:
         names = [name for name in self.spaces if name != MAIN]
         if isinstance(state, Mapping):
-            unknown = set(state) - set(names)
+            unknown = [name for name in state if name not in names]
             if unknown:
                 hint = f"the layout's state spaces are {names}"
-                raise InputError(f"{self.side} state_indices: unknown space {min(unknown)!r}", hint=hint)
+                raise InputError(f"{self.side} state_indices: unknown space {unknown[0]!r}", hint=hint)
             return dict(state)
+        given: Any = state
+        if isinstance(given, (str, bytes)) or not hasattr(given, "__len__"):
+            what = f"{self.side} state_indices: {given!r} is neither a dictionary nor a list of lists"
+            raise InputError(what, hint=f"pass one list for each of {names}")
         if len(state) != len(names):
             raise InputError(
                 f"{self.side} state_indices: {len(state)} lists for {len(names)} state spaces",

@@ -66,6 +66,8 @@ class KVManager(BaseKVManager):
         self.side = _side(mode).value
         self.secret = secret or environ.get("KVFERRY_SECRET") or None
         self.args = args
+        if not isinstance(args, KVArgs):
+            raise ConfigError(f"args is {type(args).__name__}, not KVArgs", hint="KVArgs(layout, buffers)")
         layout = args.bound()
         self.spaces = PageSpaces(layout, self.side)
         self.held = HeldPages(self.spaces.pools)
@@ -73,7 +75,7 @@ class KVManager(BaseKVManager):
         self._draining = ""
         self._sizes = sizes or Rank(*(index + 1 for index in msgspec.structs.astuple(layout.rank)))
         self.node = Node(
-            Side(self.side), layout, self.engine_name, config, group=tuple(args.group), aux=args.aux_buffers()
+            Side(self.side), layout, self.engine_name, config, group=args.grouped(), aux=args.aux_buffers()
         )
         self.registrar: Registrar | None = None
         if bootstrap_addr is not None and self.side == Side.PREFILL.value:
@@ -111,7 +113,7 @@ class KVManager(BaseKVManager):
         layout = args.bound()
         before, self._draining = self._draining, "the manager is replacing its memory"
         try:
-            self.node.replace_memory(layout, tuple(args.group), args.aux_buffers())
+            self.node.replace_memory(layout, args.grouped(), args.aux_buffers())
             self.args, self.spaces = args, PageSpaces(layout, self.side)
             self.held = HeldPages(self.spaces.pools)
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.api.base import BaseKVReceiver, Indices, StateIndices
@@ -55,8 +55,8 @@ class KVReceiver(Room, BaseKVReceiver):
             raise InputError(
                 f"decode room {bootstrap_room}: pass either bootstrap_addr ({bootstrap_addr!r}) or peers ({peers!r})"
             )
-        if isinstance(peers, str):
-            raise InputError(f"decode room {bootstrap_room}: peers is one text, {peers!r}", hint="pass a list of them")
+        if isinstance(peers, (str, bytes)) or (peers is not None and not isinstance(peers, Iterable)):
+            raise InputError(f"decode room {bootstrap_room}: peers is {peers!r}", hint="pass a list of addresses")
         self._peers = [_canonical(peer) for peer in peers or ()]
         super().__init__(mgr, bootstrap_room)
         self._bootstrap_addr = bootstrap_addr
@@ -121,6 +121,7 @@ class KVReceiver(Room, BaseKVReceiver):
         wants_aux = slot >= 0 and bool(self.kv_mgr.node.aux.slots)
         facts = ClaimFacts(packed(lists), spaces.page_tokens or 1, count, prefix, num_tokens, rows, tag, wants_aux)
         self._check_pages(facts)
+        spaces.check_states(f"decode room {self.bootstrap_room}", lists, prefix, num_tokens)
         self.kv_mgr.held.take(self._view, spaces.by_pool(lists))
         self._named = True
         self._post(lambda number: self.kv_mgr.node.claims.metadata(number, facts, slot))
@@ -156,6 +157,8 @@ class KVReceiver(Room, BaseKVReceiver):
         if facts.num_tokens is not None:
             hint = "the list begins with the page of the first token from decode_prefix_len on that this rank keeps"
             spaces.check_count(where, facts.num_pages, facts.prefix_tokens, facts.num_tokens, hint)
+        elif spaces.main is None:
+            raise InputError(f"{where}: num_tokens is needed, the layout has no space {MAIN!r} to count it by")
         elif not spaces.page_tokens:
             raise InputError(f"{where}: num_tokens is needed, because this rank keeps only some of the tokens")
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvferry.api.base import BaseRoom
 from kvferry.api.indices import whole_number
 from kvferry.api.kvpoll import KVPoll, KVTransferMetric
-from kvferry.errors import Code, KVTransferError, ProtocolError, Reason
+from kvferry.errors import Code, InputError, KVTransferError, ProtocolError, Reason, in_words
 from kvferry.node.view import TERMINAL, RoomView
 from kvferry.proto.book import Book
 from kvferry.proto.effects import Kind
@@ -47,7 +50,7 @@ class Room(BaseRoom):
     def wait(self, timeout_s: float) -> KVPoll:
         """Wait until the room has ended."""
         self.kv_mgr.node.check_fork()
-        return self._view.wait(timeout_s)
+        return self._view.wait(_seconds(timeout_s, self.kv_mgr.side))
 
     def fileno(self) -> int:
         """An eventfd that is readable after a change."""
@@ -56,8 +59,7 @@ class Room(BaseRoom):
 
     def abort(self, reason: str = "") -> None:
         """End the room from this side."""
-        cause = reason or f"aborted by the {self.kv_mgr.side} side"
-        self.fail(Code.ABORTED, cause, "abort")
+        self.fail(Code.ABORTED, in_words(reason) or f"aborted by the {self.kv_mgr.side} side", "abort")
 
     def clear(self) -> None:
         """Give the room back."""
@@ -112,7 +114,7 @@ class Room(BaseRoom):
         try:
             yield
         except BaseException as error:
-            self.abort(str(error))
+            self.abort(in_words(error))
             self.clear()
             raise
 
@@ -153,3 +155,10 @@ class Room(BaseRoom):
     @property
     def _book(self) -> Book:
         return self.kv_mgr.node.book
+
+
+def _seconds(value: object, side: str) -> float:
+    """A time to wait; infinity is as long as the system can."""
+    if not isinstance(value, numbers.Real) or math.isnan(value):
+        raise InputError(f"{side} wait: timeout_s: {value!r} is no number of seconds")
+    return min(float(value), threading.TIMEOUT_MAX)

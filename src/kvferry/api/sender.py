@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +40,7 @@ class KVSender(Room, BaseKVSender):
         Raises:
             RoomInUse: the room has a sender here that was not cleared.
             InputError: no room number, or the manager is not of the prefill side.
-            AddressError: bootstrap_addr is malformed.
+            AddressError: bootstrap_addr is malformed, where the manager has several DP ranks to tell it of.
         """
         mgr.must_be(Side.PREFILL, "KVSender")
         super().__init__(mgr, bootstrap_room)
@@ -111,9 +112,15 @@ class KVSender(Room, BaseKVSender):
         last = self._pages_sent + count == facts.num_pages
         if not last:
             lists = self._without_state(lists, facts.num_pages)
-        self._check_count(facts, count, num_kv_tokens)
+        query = self._query_of(after)
+        if last:
+            self.kv_mgr.spaces.check_states(
+                f"prefill room {self.bootstrap_room}", lists, facts.first_token, facts.num_tokens
+            )
+        said = self._check_count(facts, count, num_kv_tokens)
         self._check_distinct(lists, last)
-        query = after.query if after is not None else None
+        if said is not None:
+            self._tokens_said, self._chunks_said = said, self._chunks_said + 1
         chunk = Chunk(self._chunks, self._pages_sent, packed(lists), last)
         aux = self.kv_mgr.node.aux.read(self._aux_index) if last and self._aux_index >= 0 else b""
         if not last:
@@ -176,7 +183,14 @@ class KVSender(Room, BaseKVSender):
             )
         return {name: pages for name, pages in lists.items() if name == MAIN}
 
-    def _check_count(self, facts: OfferFacts, count: int, num_kv_tokens: int | None) -> None:
+    def _query_of(self, after: Event | None) -> Callable[[], bool] | None:
+        if after is not None and not callable(getattr(after, "query", None)):
+            what = f"prefill room {self.bootstrap_room}: after: {type(after).__name__} has no query()"
+            raise InputError(what, hint="pass an event as torch.cuda.Event: query() says whether it has happened")
+        return after.query if after is not None else None
+
+    def _check_count(self, facts: OfferFacts, count: int, num_kv_tokens: int | None) -> int | None:
+        """Check a chunk's pages; returns the tokens of all chunks so far, if this one says how many it holds."""
         sent = self._pages_sent + count
         if self._chunks and self._pages_sent == facts.num_pages:
             raise ProtocolError(f"room {self.bootstrap_room}: the last of {facts.num_pages} pages was sent before")
@@ -186,15 +200,16 @@ class KVSender(Room, BaseKVSender):
             raise InputError(f"prefill room {self.bootstrap_room}: {cause}", hint="the room has failed on both sides")
         if num_kv_tokens is not None and facts.page_tokens:
             tokens = whole_number(num_kv_tokens, "num_kv_tokens", Side.PREFILL.value)
-            if not (count - 1) * facts.page_tokens < max(tokens, 1) <= max(1, count * facts.page_tokens):
+            if not (count - 1) * facts.page_tokens < max(tokens, min(count, 1)) <= count * facts.page_tokens:
                 raise InputError(
                     f"prefill room {self.bootstrap_room}: {tokens} tokens do not fill {count} pages of "
                     f"{facts.page_tokens} tokens",
                     hint="num_kv_tokens counts the tokens in these pages",
                 )
-            self._check_sum(facts, tokens, last=sent == facts.num_pages)
+            return self._check_sum(facts, tokens, last=sent == facts.num_pages)
+        return None
 
-    def _check_sum(self, facts: OfferFacts, tokens: int, *, last: bool) -> None:
+    def _check_sum(self, facts: OfferFacts, tokens: int, *, last: bool) -> int:
         """The chunks together hold what init() said, where every chunk said how many tokens it holds."""
         said = self._tokens_said + tokens
         begin = facts.first_token // facts.page_tokens * facts.page_tokens
@@ -206,4 +221,4 @@ class KVSender(Room, BaseKVSender):
                     f"{expected} (num_tokens {facts.num_tokens} from token {begin} on)",
                     hint="num_kv_tokens of the last chunk counts only the tokens that are there",
                 )
-        self._tokens_said, self._chunks_said = said, self._chunks_said + 1
+        return said

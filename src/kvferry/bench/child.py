@@ -24,7 +24,7 @@ from kvferry.answers import take_stdio
 from kvferry.errors import ConfigError, KvferryError
 
 _PR_SET_PDEATHSIG = 1
-_answers: IO[bytes] = sys.stdout.buffer
+_answers: IO[bytes]
 
 
 class Role(Protocol):

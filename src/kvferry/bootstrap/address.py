@@ -25,6 +25,8 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
     Raises:
         AddressError: the text is none of these forms.
     """
+    if not isinstance(text, str):
+        raise AddressError(f"bootstrap address {text!r} is no text", hint=_HINT)
     rest = text.strip().removeprefix("http://").removesuffix("/")
     if "://" in rest:
         raise AddressError(f"bootstrap address {text!r} is not plain http", hint=_HINT)

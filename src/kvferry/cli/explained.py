@@ -164,8 +164,8 @@ def _check(ask: Ask) -> None:
     if not 0 <= ask.prefix <= ask.tokens:
         what = f"--prefix {ask.prefix} is not within 0 and --tokens {ask.tokens}"
         raise InputError(what, hint="the prefix is what decode already has of the request")
-    if ask.room < 0:
-        raise InputError(f"--room {ask.room} is below 0")
+    if not 0 <= ask.room < 1 << 64:
+        raise InputError(f"--room {ask.room} is not within 0 and 2**64 - 1")
     if (pairs := ask.prefill.size * ask.decode.size) > MAX_PAIRS:
         what = f"--prefill has {ask.prefill.size} ranks and --decode {ask.decode.size} in a DP group: {pairs} pairs"
         raise InputError(f"{what}, at most {MAX_PAIRS}", hint="explain a smaller grid; what differs is only the size")

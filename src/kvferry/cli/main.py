@@ -30,6 +30,9 @@ app = cyclopts.App(
 )
 app.command(bench_app)
 
+LEAST_WIDTH = 20
+"""A narrower terminal is none."""
+
 FAILED_RUNS = frozenset({"demo", "bench"})
 """Codes of errors that say what a run has found, not that the command was wrong."""
 
@@ -196,23 +199,45 @@ def simulate(*, rooms: int = 2000, seed: int = 0, json: Annotated[bool, Paramete
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    _forget_odd_width()
     try:
-        logging.basicConfig(level=logging.WARNING, format="kvferry: %(message)s")
-        command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
-        result = command(*bound.args, **bound.kwargs)
-        sys.stdout.flush()
-    except cyclopts.UnusedCliTokensError as error:
-        return _complain(_unexpected(error.unused_tokens or []))
+        return _run(arguments)
     except cyclopts.CycloptsError as error:
-        return _complain(" ".join(str(error).split()))
+        unused = error.unused_tokens if isinstance(error, cyclopts.UnusedCliTokensError) else None
+        return _complain(" ".join(str(error).split()) if unused is None else _unexpected(unused))
     except KvferryError as error:
         return _complain(str(error), 1 if error.code in FAILED_RUNS else 2)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # whoever read standard output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except (OSError, SystemExit) as error:
+        return _cut_short(error)
+
+
+def _run(arguments: list[str] | None) -> int:
+    logging.basicConfig(level=logging.WARNING, format="kvferry: %(message)s")
+    command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    result = command(*bound.args, **bound.kwargs)
+    if sys.stdout is not None:
+        sys.stdout.flush()
     return result if isinstance(result, int) else 0
+
+
+def _cut_short(error: OSError | SystemExit) -> int:
+    """The standard output is closed or full; whoever read it may have seen enough."""
+    if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+        raise error
+    if sys.stdout is not None:  # what is left in its buffer would fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
+    return 128 + signal.SIGPIPE
+
+
+def _forget_odd_width() -> None:
+    """COLUMNS=0 has rich print nothing, and its help fail."""
+    width = os.environ.get("COLUMNS", "")
+    if width and not (width.isascii() and width.isdigit() and int(width) >= LEAST_WIDTH):
+        del os.environ["COLUMNS"]
 
 
 def _unexpected(words: list[str]) -> str:

@@ -2,13 +2,14 @@
 
 from kvferry.layout.agree import Fit, covers, supports
 from kvferry.layout.bind import bind
-from kvferry.layout.check import digest, validate
+from kvferry.layout.check import LOWEST_ADDRESS, digest, plain, validate
 from kvferry.layout.deal import Segments, extent, first_slot, list_begin, num_pages, segments, slots_below
 from kvferry.layout.group import validate_group
 from kvferry.layout.space import All, Coverage, Cyclic, Deal, Ranges, Rows, Slot, Space, Window
 from kvferry.layout.tensor import Device, Field, Host, Layout, Memory, Strides, Tensor
 
 __all__ = [
+    "LOWEST_ADDRESS",
     "All",
     "Coverage",
     "Cyclic",
@@ -34,6 +35,7 @@ __all__ = [
     "first_slot",
     "list_begin",
     "num_pages",
+    "plain",
     "segments",
     "slots_below",
     "supports",

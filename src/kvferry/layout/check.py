@@ -26,7 +26,7 @@ _MAX_TENSORS, _MAX_SPACES, _MAX_FIELDS, _MAX_NAME = 4096, 64, 64, 256
 _MAX_ID = (1 << ID_BITS) - 1
 _MAX_BYTES = (1 << 62) - 1
 _MAX_PARTS = 4096  # of a request; each is looked at for each request
-_LOWEST_ADDRESS = 4096  # no system maps page 0: what lies below is an offset, not an address
+LOWEST_ADDRESS = 4096  # no system maps page 0: what lies below is an offset, not an address
 
 _Bound = tuple[str, int, int, int]
 """Name, value, lowest and highest allowed value."""
@@ -43,6 +43,7 @@ def validate(layout: Layout, side: str, *, bound: bool = False) -> None:
     Raises:
         LayoutError: naming the side, the tensor, the field and the values that contradict each other.
     """
+    plain(layout, f"{side} layout")
     _check_bounds(f"{side} layout", _layout_bounds(layout))
     spaces = {space.name: space for space in layout.spaces}
     if len(spaces) < len(layout.spaces):
@@ -66,10 +67,24 @@ def validate(layout: Layout, side: str, *, bound: bool = False) -> None:
                 f"more than {MAX_ELEMENTS} elements (layer, head, field) so far",
                 "check heads and layers",
             )
-        if bound and tensor.address < _LOWEST_ADDRESS:
+        if bound and tensor.address < LOWEST_ADDRESS:
             _fail(where, f"address {tensor.address:#x} is not bound to memory", "call bind(layout, buffers)")
     _check_alike(side, layout)
     _check_distinct(side, layout)
+
+
+def plain(layout: Layout, where: str) -> Layout:
+    """The same layout, of the types that its declaration says: numbers of numpy's or lists would not travel.
+
+    Raises:
+        LayoutError: it has values that a peer could not read, or is none.
+    """
+    if not isinstance(layout, Layout):
+        _fail(where, f"it is {type(layout).__name__}, not Layout", "see kvferry.presets")
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout)
+    except (TypeError, ValueError, OverflowError) as error:
+        _fail(where, str(error), "plain int, str and tuple are what it is declared with: int(x) for numpy's numbers")
 
 
 def digest(layout: Layout) -> str:
@@ -100,6 +115,7 @@ def _layout_bounds(layout: Layout) -> Iterator[_Bound]:
     yield "head_dim", layout.head_dim, 0, _MAX_ID
     yield "length of model name", len(layout.model), 0, _MAX_NAME
     yield "length of dtype name", len(layout.dtype), 0, _MAX_NAME
+    yield from ((f"rank {axis}", getattr(layout.rank, axis), 0, _MAX_ID) for axis in ("dp", "pp", "cp", "tp"))
 
 
 def _check_space(where: str, space: Space) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kvferry.layout import list_begin
+from kvferry.errors import InputError
+from kvferry.layout import Rows, list_begin
 from kvferry.layout.deal import I64
 from kvferry.plan import (
     Batch,
@@ -62,6 +63,7 @@ def chunk_batches(route: Route, submit: Submit, limits: Limits, target: Target |
     chunk = submit.chunk
     # lists of state spaces come whole with the last chunk; one that is not there must be missed
     spaces = [space for space in route.spaces if space in chunk.pages or (chunk.last and space != MAIN)]
+    _check_rows(route, spaces, submit)
     if not chunk.first_page and chunk.last and 0 < (submit.info.expected_bytes or 0) <= limits.bytes:
         if target is None or len(target.parts) != len(spaces):
             target = _target(route, spaces, submit)
@@ -69,6 +71,15 @@ def chunk_batches(route: Route, submit: Submit, limits: Limits, target: Target |
         if batch is not None and len(batch) <= limits.rows:
             return iter((batch,))
     return batches(route, [runs(route, _part(route, space, submit)) for space in spaces], limits, **names)
+
+
+def _check_rows(route: Route, spaces: Sequence[str], submit: Submit) -> None:
+    """Row i goes to row i: as many here as there."""
+    for space in spaces:
+        here, there = len(submit.chunk.pages.get(space, b"")), len(submit.info.pages.get(space, b""))
+        if here != there and isinstance(route.leg(space).dst.coverage, Rows):
+            what = f"space {space!r}: prefill sends {here // 4} rows, decode has named {there // 4}"
+            raise InputError(what, hint="pass as many rows in state_indices on both sides")
 
 
 def _target(route: Route, spaces: Sequence[str], request: Prepare | Submit) -> Target | None:

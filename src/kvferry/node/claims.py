@@ -14,7 +14,6 @@ from kvferry.errors import BootstrapError, Code, KvferryError, Reason
 from kvferry.ids import PeerId
 from kvferry.node.conns import Conn
 from kvferry.node.links import Dialled
-from kvferry.node.resolver import check_reachable
 from kvferry.node.view import RoomView
 from kvferry.proto.claim import Claim
 from kvferry.proto.effects import ClaimFacts, Kind
@@ -139,7 +138,16 @@ class Claims:
         waiting = self._looking.setdefault(key, [])
         waiting.append(number)
         if len(waiting) == 1:
-            self.node.resolver.run(target.find, lambda found: self._post(self._looked_up, key, target, found))
+            self.node.resolver.run(
+                lambda: self._find(target, waiting), lambda found: self._post(self._looked_up, key, target, found)
+            )
+
+    def _find(self, target: Target, waiting: list[int]) -> list[str]:
+        """Look up, on a thread of the resolver's, unless all who wanted it have ended meanwhile."""
+        claims = [self.node.book.claims.get(number) for number in list(waiting)]
+        if not any(claim is not None and claim.looking for claim in claims):
+            raise KvferryError("nobody waits for it any more")
+        return target.find()
 
     def _looked_up(self, key: object, target: Target, found: list[str] | KvferryError) -> None:
         for number in self._looking.pop(key):
@@ -163,7 +171,7 @@ class Claims:
         if address in self._dialling or address in self.node.conns.by_address:
             return
         self._dialling.add(address)
-        self.node.resolver.run(check_reachable, lambda result: self._post(self._reached, address, result), address)
+        self.node.resolver.reach(address, lambda result: self._post(self._reached, address, result))
 
     def _reached(self, address: str, result: str | KvferryError) -> None:
         self._dialling.discard(address)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvferry.errors import Code, EngineError, Reason
+from kvferry.errors import Code, EngineError, Reason, in_words
 from kvferry.ids import KVPoll
 from kvferry.node.links import Received
 from kvferry.node.performer import Performer
@@ -126,8 +126,12 @@ class Control:
             done.set()
 
         self.later(call)
-        if not done.wait(30.0):
-            raise EngineError("the control thread did not answer within 30 s", hint="see health()")
+        until = time.monotonic() + 30.0
+        while not done.wait(0.5):
+            if not self.thread.is_alive() and not done.is_set():
+                raise EngineError("the control thread has ended", hint="see health()")
+            if time.monotonic() > until:
+                raise EngineError("the control thread did not answer within 30 s", hint="see health()")
 
     # -- whoever has the turn
 
@@ -266,9 +270,11 @@ class Control:
             if not self._sends(offer):
                 continue
             try:
-                done = query()
-            except Exception as error:  # noqa: BLE001 - the caller's object; the room fails, nothing else
-                cause = f"the chunk's `after` object raised in query(): {error!r}"
+                done = bool(query())
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 - the caller's object; the room fails, nothing else
+                cause = f"the chunk's `after` object raised in query(): {type(error).__name__}: {in_words(error)}"
                 reason = self.node.where.reason(Code.INTERNAL, cause, stage="send")
                 self.book.fail(time.monotonic(), Kind.OFFER, offer, reason)
                 continue

@@ -333,6 +333,9 @@ class Digests:
                 task()
             except Exception as error:  # noqa: BLE001 - numbers of a peer, memory of the caller: this room fails
                 failed(f"the digest can't be taken: {error}")
+            except BaseException as error:  # a signal handler of the caller's raised in the middle
+                failed(f"the digest was interrupted: {type(error).__name__}")
+                raise
 
         if nbytes <= SMALL_BYTES:
             self._small.append(guarded)

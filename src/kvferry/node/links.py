@@ -84,7 +84,7 @@ class Links:
         self._accepted: dict[bytes, Accepted] = {}
         self._carried: set[zmq.Socket[bytes]] = set()
         self._news = Epoll()
-        self._wake_lock = threading.Lock()
+        self._wake_lock = threading.RLock()  # a signal handler may shut the node down inside of it
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # the wake-up is no news: whoever takes the news must not take it from the thread that it is meant for
         self._sleep = select.epoll()

@@ -39,6 +39,9 @@ TELL_S = 0.02
 
 BUSY_POLL_S = 0.001
 
+LOOK_S = 0.5
+"""How often whoever waits for the thread looks whether it is there."""
+
 
 class Mover:
     """Owns the engine's thread. All public methods may be called from any thread."""
@@ -108,7 +111,7 @@ class Mover:
                 raise
             finally:
                 self._turn.give_back()
-        if self._inbox or self._jobs:
+        if self._inbox or self._jobs or self._doubted or self._by_ticket:
             self._bell.put(None)
 
     def _post(self, action: Callable[[], None]) -> None:
@@ -130,10 +133,18 @@ class Mover:
                 done.put((None, error))
 
         self._post(call)
-        try:
-            answer, error = done.get(timeout=timeout_s)
-        except queue.Empty:
-            raise EngineError(f"engine {self._engine.name} did not answer within {timeout_s:g} s") from None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                answer, error = done.get(timeout=min(LOOK_S, timeout_s))
+                break
+            except queue.Empty:
+                if not self.alive and done.empty():
+                    raise EngineError(
+                        f"the thread of engine {self._engine.name} has ended", hint="see health()"
+                    ) from None
+                if time.monotonic() > deadline:
+                    raise EngineError(f"engine {self._engine.name} did not answer within {timeout_s:g} s") from None
         if error is not None:
             raise error
         return cast("T", answer)
@@ -175,6 +186,7 @@ class Mover:
 
     def _pause_s(self) -> float:
         busy = bool(self._ready or self._attaching) or any(job.out for job in self._jobs.values())
+        busy = busy or any(not self._peer_out.get(peer) for peer in self._doubted)
         return self._pace.pause_s(busy=busy, awaits_proof=bool(self._by_ticket or self._fences))
 
     def _sleep(self, pause_s: float) -> None:
@@ -198,7 +210,8 @@ class Mover:
             item = self._inbox[0]
         except IndexError:
             return False
-        return isinstance(item, Job) and item.nbytes <= SMALL_BYTES and not self._jobs
+        alone = not self._jobs and not self._doubted  # who is doubted is connected anew first, by the thread
+        return isinstance(item, Job) and item.nbytes <= SMALL_BYTES and alone
 
     def _small_turn(self) -> None:
         """Write one small job on the thread that posted it."""
@@ -234,6 +247,8 @@ class Mover:
 
     def _detach(self, peer: PeerId) -> None:
         self._blobs.pop(peer, None)
+        # a late answer would be taken for one to the next connection of that name
+        self._attaching = {ticket: other for ticket, other in self._attaching.items() if other != peer}
         try:
             self._engine.detach(peer)
         except Exception:

@@ -108,7 +108,7 @@ class Node:
         self.book.looks_for = self.claims.looks_for
         memory = regions(layout)
         self.mapped = Mapped(memory)
-        self.digest = config.digest if all(region.device < 0 for region in memory) else ""
+        self.digest = self._digest_of(memory)
         self.digests = Digests(self)
         self.control = Control(self)
         self.mover = Mover(self.engine, self._reports(), config.batches_in_flight, self.is_written_to)
@@ -157,7 +157,7 @@ class Node:
     def register_info(self, epoch: int) -> KVArgsRegisterInfo:
         """What the peer of one connection is told at the handshake."""
         seal: Callable[[bytes, int], bytes] | None = getattr(self.engine, "personal", None)
-        blob = self._blob if seal is None else seal(self._blob, epoch)
+        blob = self._blob if seal is None or self.problem else seal(self._blob, epoch)
         return KVArgsRegisterInfo(
             layout=self.layout, engines={self.engine_name: blob}, side=self.side.value,
             aux_bytes=self.aux.item_bytes, address=self.endpoint, digest=self.digest,
@@ -205,7 +205,7 @@ class Node:
         def switch() -> None:
             self.control.board.dismiss(reason)  # who shook hands in between has heard of the old memory
             self.layout, self.aux, self._blob = layout, rows, blob
-            self.mapped = Mapped(regions(layout))
+            self.mapped, self.digest = Mapped(regions(layout)), self._digest_of(regions(layout))
             self.conns = self.control.board.conns = Conns(layout, group or (layout,))
             self.epoch += 1
 
@@ -274,6 +274,10 @@ class Node:
 
     # -- helpers
 
+    def _digest_of(self, memory: Sequence[Region]) -> str:
+        """What the config says, where all memory can be read; else ""."""
+        return self.config.digest if all(region.device < 0 for region in memory) else ""
+
     def _wait_until_free(self) -> None:
         """Wait until no engine and no peer can touch a page any more, at most for drain_limit_s."""
         limit_s = self.config.drain_limit_s
@@ -306,10 +310,10 @@ class Node:
         ))  # fmt: skip
         try:
             self.engine.register(regions(self.layout))
+            self._blob = self.engine.describe()
         except BaseException:
             self.engine.close()
             raise
-        self._blob = self.engine.describe()
         own = self.engine.limits
         self.limits = Limits(min(own.rows, config.batch_rows), min(own.bytes, config.batch_bytes))
 

@@ -1,12 +1,13 @@
 """What takes time outside of the machine: HTTP to the bootstrap server, name look-ups, reachability.
 
-A small pool of threads, so that one stalled server does not hold up the others; every call is bounded. Results are
-handed back through a callback on the pool's thread.
+Small pools of threads, so that one stalled server does not hold up the others, and look-ups hold up no connection;
+every call is bounded. Results are handed back through a callback on a pool's thread.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,10 +24,24 @@ class Resolver:
     """Runs bounded look-ups off the control thread."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(THREADS, "kvferry-resolver")
+        self._look_ups = ThreadPoolExecutor(THREADS, "kvferry-resolver")
+        self._connections = ThreadPoolExecutor(THREADS, "kvferry-dialler")
 
     def run(self, call: Callable[..., Any], done: Callable[[Any], None], *args: Any) -> None:
         """Call `call(*args)` on a thread; `done` gets its result, or the KvferryError that it raised."""
+        self._give(self._look_ups, call, done, *args)
+
+    def reach(self, address: str, done: Callable[[Any], None]) -> None:
+        """The same for `check_reachable`."""
+        self._give(self._connections, check_reachable, done, address)
+
+    @staticmethod
+    def _give(pool: ThreadPoolExecutor, call: Callable[..., Any], done: Callable[[Any], None], *args: Any) -> None:
+        is_said = threading.Lock()  # taken by whoever says it: what was refused may be done all the same, later
+
+        def say(result: Any) -> None:
+            if is_said.acquire(blocking=False):
+                done(result)
 
         def task() -> None:
             try:
@@ -35,13 +50,17 @@ class Resolver:
                 result = error
             except Exception as error:  # noqa: BLE001 - who waits for `done` must hear of it, whatever it was
                 result = KvferryError(f"a look-up failed: {error!r}")
-            done(result)
+            say(result)
 
-        self._pool.submit(task)
+        try:
+            pool.submit(task)
+        except RuntimeError as error:  # no thread is to be had, or the interpreter is ending
+            say(KvferryError(f"nothing can be looked up: {error}", hint="allow more threads (ulimit -u)"))
 
     def close(self) -> None:
         """Drop what has not begun, wait for what runs (each is bounded)."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._look_ups, self._connections):
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def check_reachable(address: str) -> str:
@@ -71,9 +90,11 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         AddressError: it is none of these.
     """
+    if not isinstance(address, str):
+        raise AddressError(f"peer address {address!r} is no text", hint='e.g. "10.0.0.1:5000"')
     text = address.removeprefix("tcp://")
     host, _, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise AddressError(f"peer address {address!r} is not host:port", hint='e.g. "10.0.0.1:5000" or "[::1]:5000"')
     return host, int(port)

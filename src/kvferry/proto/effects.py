@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.errors import Reason
+from kvferry.errors import Reason, in_words
 from kvferry.ids import KVPoll, PeerId
 from kvferry.wire import Canary, Tick, TransferInfo, TransferStatus
 
@@ -310,5 +310,5 @@ class Where(msgspec.Struct, frozen=True):
     rank: str = ""
 
     def reason(self, code: object, cause: str, **more: object) -> Reason:
-        """A reason noticed here."""
-        return Reason(code=code, side=self.side, rank=self.rank, cause=cause, **more)  # type: ignore[arg-type]
+        """A reason noticed here, in words that can travel."""
+        return Reason(code=code, side=self.side, rank=self.rank, cause=in_words(cause), **more)  # type: ignore[arg-type]

@@ -285,7 +285,7 @@ def test_a_draft_layer_that_prefill_lacks_stays_as_it_is():
         ({"tokens": MAX_TOKENS + 1}, "--tokens 1048577 is not within 1"),
         ({"prefix": -1}, "--prefix -1 is not within 0 and --tokens 4096"),
         ({"prefix": 4097}, r"--prefix 4097 is not within 0 and --tokens 4096 \(the prefix is what decode already has"),
-        ({"room": -1}, "--room -1 is below 0"),
+        ({"room": -1}, r"--room -1 is not within 0 and 2\*\*64 - 1"),
         ({"prefill": "tp=33", "decode": "tp=32"}, "--prefill has 33 ranks and --decode 32 in a DP group: 1056 pairs"),
         ({"prefill": "pp=33"}, "--prefill: pp=33 stages for 32 layers"),
         ({"decode": "dtype=fp8"}, r"--decode: unknown cache dtype 'fp8' \(use one of"),

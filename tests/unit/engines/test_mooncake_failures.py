@@ -227,3 +227,20 @@ def test_whatever_the_library_raises_concerns_one_peer(attached, monkeypatch):
     monkeypatch.undo()
     assert suite.settled_attach(process).outcome is Outcome.LANDED
     assert suite.write_to(process).outcome is Outcome.LANDED
+
+
+def test_a_write_that_failed_is_never_called_quiet_because_no_descriptor_was_left_to_end_its_instance(
+    attached, monkeypatch
+):
+    suite, process = attached
+
+    def none_left(port):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(instance, "wake_listener", none_left)
+    ticket = suite.submit(process, 4, first=process.nbytes - MIB)
+    assert suite.pair.settle(ticket).outcome is Outcome.FAILED_UNKNOWN
+    assert suite.engine.info()["unproven"] == 1
+    again = suite.engine.attach(process.peer, process.blob)
+    assert suite.quiet(ticket)
+    assert suite.pair.settle(again).outcome is Outcome.LANDED

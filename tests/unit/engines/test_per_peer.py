@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -246,3 +247,71 @@ def test_what_has_nothing_to_do_is_told_so_and_a_library_that_raises_then_is_dro
     peer.post(Writing(2, batch()))
     assert peer.done() == [(1, Outcome.LANDED), (2, Outcome.LANDED)]
     assert peer.did == [[1], "idle", *then, [2], "drop", "end"]
+
+
+class Kept(Served):
+    """Instances that can't be ended well."""
+
+    def __init__(self, how):
+        self.how = how
+        super().__init__("kept")
+
+    def _new(self):
+        return SimpleNamespace(register=lambda regions: None)
+
+    def _end(self, instance):
+        if isinstance(self.how, Exception):
+            raise self.how
+        return self.how
+
+    def _forget(self, instance):
+        pass
+
+    def _blob_of(self, instance):
+        return "blob"
+
+
+@pytest.mark.parametrize("how", ["its port could not be kept", OSError(24, "Too many open files"), ""])
+def test_a_second_fence_says_what_the_first_one_said(how):
+    served = Kept(how)
+    served.blob(5)
+    if isinstance(how, Exception):
+        with pytest.raises(OSError, match="Too many"):
+            served.shut_out(5)
+    else:
+        assert served.shut_out(5) == how
+    assert bool(served.shut_out(5)) is bool(how)
+    assert served.blob(5) == "blob"
+
+
+class Broken(PeerThread):
+    where = "there"
+
+    def _attach(self, work):
+        raise RuntimeError("the library broke")
+
+    _write = _attach
+
+    def _broke(self, works, cause, native):
+        raise OSError(24, "Too many open files")
+
+    def _drop(self):
+        raise OSError(24, "Too many open files")
+
+    def _end(self):
+        self.has_ended = True
+
+
+def test_an_instance_that_can_not_be_ended_leaves_no_ticket_without_an_answer(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda given: None)
+    told = []
+    peer = Broken("broken", PeerId(5, 1), told.append)
+    peer.start()
+    peer.post(Writing(42, SimpleNamespace(total_bytes=1)))
+    deadline = time.monotonic() + 5
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [(done.ticket, done.outcome) for done in told] == [(42, Outcome.FAILED_UNKNOWN)]
+    peer.leave()
+    peer.join(5)
+    assert peer.has_ended, "what is not proven is looked after all the same"

@@ -3,9 +3,11 @@
 import time
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvferry.errors import LayoutError
+from kvferry.ids import Rank
 from kvferry.layout import (
     Cyclic,
     Field,
@@ -19,6 +21,7 @@ from kvferry.layout import (
     Window,
     bind,
     digest,
+    plain,
     validate,
 )  # fmt: skip
 from kvferry.presets import layer_major, page_major
@@ -201,3 +204,30 @@ def test_the_digest_ignores_addresses_and_nothing_else():
         change(one, tensors=(*one.tensors[:-1], change(one.tensors[-1], layers=(7,)))),
     ]
     assert len({digest(one), *(digest(other) for other in others)}) == 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        change(layout(), kv_heads=np.int64(2)),
+        change(layout(), rank=Rank(tp=np.int64(0))), change(layout(), rank=(0, 0, 0, 0)), change(layout(), model=5),
+        change(layout(), model="\ud800"), change(layout(), tensors=None), change(layout(), kv_heads=2**70),
+        layout(change(TENSOR, nbytes=np.int64(4096))), layout(change(TENSOR, layers=range(2))),
+        layout(change(TENSOR, memory=None)), layout(change(TENSOR, fields=(change(K, name="\ud800"),))),
+        layout(change(TENSOR, strides_bytes=(1, 2, 3, 4))), layout(change(TENSOR, fields=(change(K, per="x"),))),
+        layout(space=change(SPACE, deal=None)), layout(space=change(SPACE, page_tokens=4.5)), 5, None,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_peer_could_not_read_is_refused_before_it_is_asked(wrong):
+    with pytest.raises(LayoutError, match="decode layout: "):
+        validate(wrong, "decode")
+
+
+def test_what_can_be_read_is_taken_in_the_types_that_are_declared():
+    spelled = layout(change(TENSOR, layers=[0, 1], heads=[[0, 2]], fields=[K]))
+    assert plain(spelled, "the layout") == layout()
+
+
+def test_ranks_are_not_negative():
+    refused("rank tp is -1", change(layout(), rank=Rank(tp=-1)))

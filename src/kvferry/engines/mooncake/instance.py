@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -139,7 +140,8 @@ class Instance:
     def close(self) -> None:
         """Destroy it: when this returns nothing reads or writes this process's memory for it any more."""
         if self._engine is not None:
-            wake_listener(self.ports[0])
+            with contextlib.suppress(OSError):  # out of descriptors: its end takes a second more
+                wake_listener(self.ports[0])
             self._engine = None
 
     def _unregister(self) -> None:

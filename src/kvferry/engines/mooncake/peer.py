@@ -162,14 +162,15 @@ class Peer(PeerThread[Blob]):
     def _give_up(self, works: Sequence[Attaching[Blob] | Writing], cause: str, native: str) -> None:
         """End the instance that failed: it would go on writing, and may never work again."""
         target, self.target = self.target, None
-        self._drop()
         self.rebuilds += 1
         if isinstance(works[0], Attaching) or target is None:
+            self._drop()
             self._tell(works, Outcome.FAILED_QUIET, cause, native)
             return
-        self.unproven += [Unproven(work.ticket, target) for work in works]
+        self.unproven += [Unproven(work.ticket, target) for work in works]  # before anything that may raise
         self._pauses = _pauses()
         self._tell(works, Outcome.FAILED_UNKNOWN, cause, native)
+        self._drop()
         self._prove(self._is_quiet)
 
     def _prove(self, is_quiet: Callable[[Blob], bool]) -> None:

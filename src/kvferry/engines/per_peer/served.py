@@ -47,6 +47,7 @@ class Served(ABC, Generic[One, Said]):
         self.main: One = self._new()
         self._open: dict[int, One] = {MAIN: self.main}
         self._shut: dict[int, Said] = {}
+        self._unproven: dict[int, str] = {}
         self._on_main: set[int] = set()
 
     def __len__(self) -> int:
@@ -117,15 +118,19 @@ class Served(ABC, Generic[One, Said]):
             Why that is not proven, or "".
         """
         with self._lock:
-            if self._why_never() or epoch in self._shut:
-                return self._why_never()
+            if why_never := self._why_never():
+                return why_never
+            if epoch in self._shut:
+                return self._unproven.get(epoch, "")
             if epoch not in self._open and epoch not in self._on_main:
                 self._make(epoch)  # nothing was told yet: what is told later must lead nowhere
             if epoch not in self._open:
                 return "no instance of its own could be made for it"
             instance = self._open.pop(epoch)
             self._shut[epoch] = self._blob_of(instance)
-            return self._end(instance)
+            self._unproven[epoch] = "what it writes to could not be ended"
+            why = self._unproven[epoch] = self._end(instance)
+            return why
 
     def forget(self, epoch: int) -> None:
         """End an instance that no peer needs any more; the main one stays."""

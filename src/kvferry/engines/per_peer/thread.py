@@ -146,9 +146,19 @@ class PeerThread(ABC, Generic[Said]):
             except Exception as error:
                 log.exception("the %s engine failed with peer %s", self._engine, self.name)
                 given = [works] if isinstance(works, Attaching) else works
-                self._broke(given, f"the library raised {error!r}", type(error).__name__)
-        self._drop()
-        self._end()
+                self._give_in(given, error)
+        try:
+            self._drop()
+        finally:
+            self._end()
+
+    def _give_in(self, given: Sequence[Attaching[Said] | Writing], error: Exception) -> None:
+        cause, native = f"the library raised {error!r}", type(error).__name__
+        try:
+            self._broke(given, cause, native)
+        except Exception:
+            log.exception("the %s engine could not give up what it had begun with peer %s", self._engine, self.name)
+            self._tell(given, Outcome.FAILED_UNKNOWN, cause, native)
 
     def _take(self) -> Attaching[Said] | list[Writing] | None:
         """What comes next, batches that may go together at once: between two calls connections are idle."""
