@@ -150,7 +150,7 @@ def allocate_pool(nbytes: int, *, kind: str = "private") -> Pool:
     """
     try:
         size = nbytes.__index__()
-    except AttributeError:
+    except (AttributeError, TypeError):
         raise InputError(f"a pool of {nbytes!r} bytes: that is no integer") from None
     if size <= 0:
         raise InputError(f"a pool of {size} bytes: its size must be above 0")

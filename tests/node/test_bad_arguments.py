@@ -10,6 +10,7 @@ import pytest
 from kvferry import KVArgs, KVClassType, KVPoll, KVReceiver, KVSender, get_kv_class
 from kvferry.errors import AddressError, Code, ConfigError, InputError, LayoutError
 from kvferry.layout import Rows, Slot, Window
+from kvferry.pool import allocate_pool
 from kvferry.presets import layouts_of, page_major, parse_grid
 from kvferry.presets.model import Block, Item, ModelShape
 
@@ -240,3 +241,12 @@ def test_a_host_name_that_is_no_text_leaves_nothing_behind():
         with pytest.raises((ConfigError, UnicodeError)):
             MANAGER(KVArgs(LAYOUT, [POOL]), "prefill", environ={}, advertise_host="\udcff")
     assert threading.active_count() == before
+
+
+def test_further_arguments_of_other_kinds():
+    with pytest.raises(ConfigError, match="config is dict"):
+        MANAGER(KVArgs(LAYOUT, [POOL]), "prefill", environ={}, config={"tick_s": 1})
+    with pytest.raises(InputError, match="is no engine's name"):
+        get_kv_class(None, KVClassType.MANAGER)
+    with pytest.raises(InputError, match="is no integer"):
+        allocate_pool(np.array([5]))

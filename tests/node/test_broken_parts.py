@@ -1,5 +1,6 @@
 """A part of a node fails in an odd moment: what depends on it is told by name, all else goes on."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from kvferry.engines.seam import Done, Outcome
 from kvferry.errors import EngineError
 from kvferry.ids import PeerId
 from kvferry.node import digests, links
+from kvferry.node.claims import Target
 from kvferry.node.resolver import Resolver
 
 LIMIT_S = 10.0
@@ -49,7 +51,7 @@ def test_a_signal_handler_that_raises_in_a_digest_fails_its_room_and_holds_no_pa
     receiver, sender = kit.claim(decode, prefill, 5, [3]), kit.offer(prefill, 5, [1], send=False)
     kit.until(lambda: sender.poll() is KVPoll.WaitingForInput)
     if side == "prefill":
-        with pytest.raises(Alarm):
+        with contextlib.suppress(Alarm):  # another thread may have taken the digest
             sender.send([1])
     else:
         armed[0] = True
@@ -64,6 +66,19 @@ def test_a_signal_handler_that_raises_in_a_digest_fails_its_room_and_holds_no_pa
     for room in (receiver, sender):
         assert room.wait(LIMIT_S) in {KVPoll.Success, KVPoll.Failed}
         kit.until(room.is_release_safe, LIMIT_S)
+
+
+def test_an_interrupted_digest_is_told_and_the_exception_goes_on(make, monkeypatch):
+    told, node = [], make("prefill").manager.node
+    monkeypatch.setattr(node.digests, "help", lambda: None)
+
+    def interrupted():
+        raise Alarm
+
+    node.digests._post(8, interrupted, told.append)
+    with pytest.raises(Alarm):
+        node.digests._small.popleft()()
+    assert told == ["the digest was interrupted: Alarm"]
 
 
 def test_where_no_thread_is_to_be_had_for_a_look_up_the_room_fails_and_the_next_one_does_not(make, kit, monkeypatch):
@@ -116,6 +131,31 @@ def test_rooms_that_ask_a_hanging_server_hold_up_no_room_that_only_needs_a_conne
     begun = time.monotonic()
     decode.manager.shutdown()
     assert time.monotonic() - begun < 8.0  # those that have begun, not all after each other
+
+
+def test_who_joins_a_look_up_that_nobody_waited_for_any_more_is_looked_up_for(make, kit, monkeypatch):
+    prefill, decode = make("prefill"), make("decode")
+    claims, given = decode.manager.node.claims, []
+    monkeypatch.setattr(decode.manager.node.resolver, "run", lambda call, done: given.append((call, done)))
+    target = Target(lambda: [prefill.manager.endpoint], key="same")
+    monkeypatch.setattr(KVReceiver, "_target", lambda *_: target)
+    first, second = (KVReceiver(decode.manager, "127.0.0.1:1", room) for room in (5, 6))
+    first.init()
+    kit.until(lambda: given)
+    first.abort()
+    first.clear()
+    kit.until(lambda: not any(map(claims._waits, range(10))))
+    (call, done) = given.pop()
+    assert call() is None
+    second.init()
+    second.send_metadata([3])
+    kit.until(lambda: len(claims._looking["same"]) == 2)
+    done(None)
+    kit.until(lambda: given)
+    (call, done) = given.pop()
+    done(call())
+    kit.offer(prefill, 6, [1])
+    assert second.wait(LIMIT_S) is KVPoll.Success, second.failure()
 
 
 def test_a_small_room_waits_until_a_peer_to_whom_a_write_failed_is_connected_anew(make, kit):

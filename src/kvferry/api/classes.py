@@ -37,6 +37,8 @@ def get_kv_class(engine_name: str, class_type: KVClassType) -> type:
     except ValueError:
         hint = f"one of {', '.join(str(each) for each in KVClassType)}"
         raise InputError(f"get_kv_class: {class_type!r} is no class type", hint=hint) from None
+    if not isinstance(engine_name, str):
+        raise InputError(f"get_kv_class: {engine_name!r} is no engine's name", hint="see `kvferry engines`")
     engine_name = find.canonical(engine_name)
     if engine_name not in find.known():
         find.load(engine_name)  # raises, naming the nearest

@@ -61,6 +61,8 @@ class KVManager(BaseKVManager):
         environ = os.environ if environ is None else environ
         if config is None:
             config = settings.load(environ, **overrides)
+        elif not isinstance(config, Config):
+            raise ConfigError(f"config is {type(config).__name__}, not Config", hint="see kvferry.config.load")
         elif overrides:
             config = settings.override(config, **overrides)
         self.side = _side(mode).value

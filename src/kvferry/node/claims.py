@@ -142,15 +142,22 @@ class Claims:
                 lambda: self._find(target, waiting), lambda found: self._post(self._looked_up, key, target, found)
             )
 
-    def _find(self, target: Target, waiting: list[int]) -> list[str]:
-        """Look up, on a thread of the resolver's, unless all who wanted it have ended meanwhile."""
-        claims = [self.node.book.claims.get(number) for number in list(waiting)]
-        if not any(claim is not None and claim.looking for claim in claims):
-            raise KvferryError("nobody waits for it any more")
-        return target.find()
+    def _waits(self, number: int) -> bool:
+        claim = self.node.book.claims.get(number)
+        return claim is not None and claim.looking
 
-    def _looked_up(self, key: object, target: Target, found: list[str] | KvferryError) -> None:
+    def _find(self, target: Target, waiting: list[int]) -> list[str] | None:
+        """Look up, on a thread of the resolver's; None where all who wanted it have ended meanwhile."""
+        return target.find() if any(map(self._waits, list(waiting))) else None
+
+    def _looked_up(self, key: object, target: Target, found: list[str] | KvferryError | None) -> None:
         for number in self._looking.pop(key):
+            if found is None:
+                self._pending.pop(number, None)
+                if self._waits(number):  # it came when the others had ended
+                    self._pending[number] = None
+                    self._look_up(number, target)
+                continue
             if isinstance(found, KvferryError):
                 code = Code.NO_BOOTSTRAP if isinstance(found, BootstrapError) else Code.UNREACHABLE
                 self._fail(number, self.node.where.reason(code, str(found), stage="look-up of the prefill side"))
