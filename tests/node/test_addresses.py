@@ -160,7 +160,7 @@ def test_hosts_that_are_none_fail_their_room_only(make, kit, host):
 
 def test_an_address_that_libzmq_does_not_take_fails_its_room_only(make, kit, monkeypatch):
     prefill, decode = make("prefill"), make("decode")
-    monkeypatch.setattr("kvferry.node.claims.check_reachable", lambda address: "tcp://no good:1")
+    monkeypatch.setattr("kvferry.node.resolver.check_reachable", lambda address: "tcp://no good:1")
     receiver = kit.claim(decode, prefill, 5, [1])
     assert receiver.wait(3) is KVPoll.Failed
     assert "Invalid argument" in str(receiver.failure())
