@@ -1,8 +1,8 @@
 """Arguments of other kinds than the documented ones: a clear error at the call, or words that travel."""
 
+import contextlib
 import math
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -187,6 +187,20 @@ def state_layout(coverage, per="token"):
     return layouts_of(shape, parse_grid(""), 8)[0]
 
 
+@contextlib.contextmanager
+def room_over(layout, pages, tokens):
+    """A sender and a receiver of a room, both begun."""
+    nbytes = max(tensor.address + tensor.nbytes for tensor in layout.tensors)
+    with (
+        MANAGER(KVArgs(layout, [np.ones(nbytes, np.uint8)]), "prefill", environ={}) as prefill,
+        MANAGER(KVArgs(layout, [np.zeros(nbytes, np.uint8)]), "decode", environ={}) as decode,
+    ):
+        sender, receiver = KVSender(prefill, None, 5), KVReceiver(decode, None, 5, peers=[prefill.endpoint])
+        sender.init(pages, num_tokens=tokens)
+        receiver.init()
+        yield sender, receiver
+
+
 @pytest.mark.parametrize(
     ("coverage", "per", "right", "wrong"),
     [(Window(16), "token", [3], [0, 1, 2, 3]), (Window(20), "token", [2, 3], [3]), (Slot(), "request", [1], [1, 2]),
@@ -194,16 +208,7 @@ def state_layout(coverage, per="token"):
     ids=["window", "window 2", "slot", "no slot"],
 )  # fmt: skip
 def test_a_state_list_of_another_length_is_refused_at_the_call_on_both_sides(coverage, per, right, wrong):
-    layout = state_layout(coverage, per)
-    nbytes = max(tensor.address + tensor.nbytes for tensor in layout.tensors)
-    pools = [np.random.default_rng(1).integers(0, 255, nbytes, np.uint8), np.zeros(nbytes, np.uint8)]
-    with (
-        MANAGER(KVArgs(layout, [pools[0]]), "prefill", environ={}) as prefill,
-        MANAGER(KVArgs(layout, [pools[1]]), "decode", environ={}) as decode,
-    ):
-        sender, receiver = KVSender(prefill, None, 5), KVReceiver(decode, None, 5, peers=[prefill.endpoint])
-        sender.init(4, num_tokens=64)
-        receiver.init()
+    with room_over(state_layout(coverage, per), 4, 64) as (sender, receiver):
         with pytest.raises(InputError, match=f"has {len(wrong)} pages, .* needs {len(right)}"):
             receiver.send_metadata([0, 1, 2, 3], None, {"state": wrong}, num_tokens=64)
         with pytest.raises(InputError, match=f"has {len(wrong)} pages, .* needs {len(right)}"):
@@ -214,25 +219,13 @@ def test_a_state_list_of_another_length_is_refused_at_the_call_on_both_sides(cov
 
 
 @pytest.mark.parametrize(("here", "there"), [([1, 2], [3]), ([1], [3, 4])])
-def test_lists_of_rows_of_unequal_length_fail_the_room_with_both_lengths(here, there):
-    layout = state_layout(Rows())
-    nbytes = max(tensor.address + tensor.nbytes for tensor in layout.tensors)
-    pools = [np.zeros(nbytes, np.uint8) for _ in range(2)]
-    with (
-        MANAGER(KVArgs(layout, [pools[0]]), "prefill", environ={}) as prefill,
-        MANAGER(KVArgs(layout, [pools[1]]), "decode", environ={}) as decode,
-    ):
-        sender, receiver = KVSender(prefill, None, 5), KVReceiver(decode, None, 5, peers=[prefill.endpoint])
-        sender.init(1, num_tokens=16)
-        receiver.init()
+def test_lists_of_rows_of_unequal_length_fail_the_room_with_both_lengths(kit, here, there):
+    with room_over(state_layout(Rows()), 1, 16) as (sender, receiver):
         receiver.send_metadata([0], None, {"state": there}, num_tokens=16)
         sender.send([0], {"state": here})
         assert receiver.wait(3) is KVPoll.Failed
         assert f"prefill sends {len(here)} rows, decode has named {len(there)}" in str(receiver.failure())
-        deadline = time.monotonic() + 3
-        while not receiver.is_release_safe():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        kit.until(receiver.is_release_safe, 3)
 
 
 def test_a_host_name_that_is_no_text_leaves_nothing_behind():

@@ -234,8 +234,10 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
         except (OSError, ValueError) as error:
             raise ConfigError(f"--file {file}: {getattr(error, 'strerror', None) or error}") from None
     text = DEFAULT_PROMPT if prompt is None else prompt
-    if any("\ud800" <= each <= "\udfff" for each in text):  # how Python shows bytes of the command line that are none
-        raise ConfigError("--prompt is not UTF-8 text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("--prompt is not UTF-8 text") from None
     if not text.strip():
         raise InputError("the prompt is empty", hint="leave --prompt and --file away for the default")
     return text

@@ -153,10 +153,10 @@ class Claims:
     def _looked_up(self, key: object, target: Target, found: list[str] | KvferryError | None) -> None:
         for number in self._looking.pop(key):
             if found is None:
-                self._pending.pop(number, None)
                 if self._waits(number):  # it came when the others had ended
-                    self._pending[number] = None
                     self._look_up(number, target)
+                else:
+                    self._pending.pop(number, None)
                 continue
             if isinstance(found, KvferryError):
                 code = Code.NO_BOOTSTRAP if isinstance(found, BootstrapError) else Code.UNREACHABLE

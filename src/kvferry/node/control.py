@@ -16,12 +16,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvferry.errors import Code, EngineError, Reason, in_words
+from kvferry.errors import Code, Reason, in_words
 from kvferry.ids import KVPoll
 from kvferry.node.links import Received
 from kvferry.node.performer import Performer
 from kvferry.node.switchboard import Switchboard
 from kvferry.node.turn import Turn
+from kvferry.node.waiting import wait_for
 from kvferry.proto.effects import Kind
 from kvferry.proto.rules import LIVE_OFFERS
 
@@ -126,12 +127,7 @@ class Control:
             done.set()
 
         self.later(call)
-        until = time.monotonic() + 30.0
-        while not done.wait(0.5):
-            if not self.thread.is_alive() and not done.is_set():
-                raise EngineError("the control thread has ended", hint="see health()")
-            if time.monotonic() > until:
-                raise EngineError("the control thread did not answer within 30 s", hint="see health()")
+        wait_for(done, self.thread, "the control thread", 30.0)
 
     # -- whoever has the turn
 

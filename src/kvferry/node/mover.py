@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
 from kvferry.engines.seam import Batch, Caps, Done, Engine, Outcome, Ticket
-from kvferry.errors import EngineError
 from kvferry.ids import PeerId
 from kvferry.node.jobs import Job, Reports
 from kvferry.node.pace import Pace
 from kvferry.node.turn import Turn
+from kvferry.node.waiting import wait_for
 
 log = logging.getLogger("kvferry.mover")
 
@@ -38,9 +38,6 @@ TELL_S = 0.02
 """How often a job says that it moves."""
 
 BUSY_POLL_S = 0.001
-
-LOOK_S = 0.5
-"""How often whoever waits for the thread looks whether it is there."""
 
 
 class Mover:
@@ -122,29 +119,22 @@ class Mover:
         """Ask the engine something on its own thread, and wait for the answer; raises what it raises.
 
         Raises:
-            EngineError: no answer within timeout_s.
+            EngineError: the thread has ended, or no answer came within timeout_s.
         """
-        done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+        done = threading.Event()
+        answer: T | None = None
+        error: Exception | None = None
 
         def call() -> None:
+            nonlocal answer, error
             try:
-                done.put((question(self._engine), None))
-            except Exception as error:  # noqa: BLE001 - raised again, on the thread of whoever asked
-                done.put((None, error))
+                answer = question(self._engine)
+            except Exception as caught:  # noqa: BLE001 - raised again, on the thread of whoever asked
+                error = caught
+            done.set()
 
         self._post(call)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                answer, error = done.get(timeout=min(LOOK_S, timeout_s))
-                break
-            except queue.Empty:
-                if not self.alive and done.empty():
-                    raise EngineError(
-                        f"the thread of engine {self._engine.name} has ended", hint="see health()"
-                    ) from None
-                if time.monotonic() > deadline:
-                    raise EngineError(f"engine {self._engine.name} did not answer within {timeout_s:g} s") from None
+        wait_for(done, self._thread, f"engine {self._engine.name}", timeout_s)
         if error is not None:
             raise error
         return cast("T", answer)

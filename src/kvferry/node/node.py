@@ -191,13 +191,13 @@ class Node:
                 f"({self.layout.rank}, {self.layout.spaces} to {layout.rank}, {layout.spaces})",
                 hint="make a new manager",
             )
-        rows = AuxRows(aux)
+        rows, memory = AuxRows(aux), regions(layout)
         self._wait_until_free()
         reason = self.where.reason(Code.REREGISTERED, "the peer registered other memory", stage="update_buffers")
         self.control.run(lambda: self.control.board.dismiss(reason))
 
         def register(engine: Engine) -> bytes:
-            engine.register(regions(layout))
+            engine.register(memory)
             return engine.describe()
 
         blob = self.mover.ask(register, REGISTER_LIMIT_S)
@@ -205,7 +205,7 @@ class Node:
         def switch() -> None:
             self.control.board.dismiss(reason)  # who shook hands in between has heard of the old memory
             self.layout, self.aux, self._blob = layout, rows, blob
-            self.mapped, self.digest = Mapped(regions(layout)), self._digest_of(regions(layout))
+            self.mapped, self.digest = Mapped(memory), self._digest_of(memory)
             self.conns = self.control.board.conns = Conns(layout, group or (layout,))
             self.epoch += 1
 

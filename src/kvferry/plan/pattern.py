@@ -49,18 +49,20 @@ def pattern(groups: Sequence[Pieces], found: Overlap, page_tokens: tuple[int, in
     """
     parts = [_rows(group, found, page_tokens) for group in groups]
     offset, page, stride, nbytes = (np.concatenate(column, axis=-1) for column in zip(*parts, strict=True))
-    order = np.lexsort((offset[0], page[0]))
-    offset, page, stride, nbytes = offset[:, order], page[:, order], stride[:, order], nbytes[order]
+    offset, page, stride, nbytes = _in_order(np.lexsort((offset[0], page[0])), offset, page, stride, nbytes)
     same = np.all((np.diff(page) == 0) & (np.diff(stride) == 0) & (np.diff(offset) == nbytes[:-1]), axis=0)
     first = np.flatnonzero(np.append(True, ~same))
     offset, page, stride = offset[:, first], page[:, first], stride[:, first]
     nbytes = np.add.reduceat(nbytes, first)
     if 2 * np.count_nonzero((stride == nbytes).all(axis=0)) > len(nbytes):  # where pages follow each other, rows do too
-        order = np.lexsort((page[0], offset[0]))
-        offset, page, stride, nbytes = offset[:, order], page[:, order], stride[:, order], nbytes[order]
+        offset, page, stride, nbytes = _in_order(np.lexsort((page[0], offset[0])), offset, page, stride, nbytes)
     (src_low, dst_low), (src_high, dst_high) = page.min(axis=1).tolist(), page.max(axis=1).tolist()
     bounds = ((src_low, src_high), (dst_low, dst_high))
     return Pattern(offset, page, stride, nbytes, bounds)
+
+
+def _in_order(order: I64, *columns: I64) -> tuple[I64, ...]:
+    return tuple(column[..., order] for column in columns)
 
 
 def _rows(group: Pieces, found: Overlap, page_tokens: tuple[int, int]) -> tuple[I64, I64, I64, I64]:

@@ -33,7 +33,7 @@ _NOWHERE = 1 << 16
 
 Command = dict[str, Any]
 
-_answers: BinaryIO = sys.stdout.buffer
+_answers: BinaryIO
 
 
 class EngineProcess(ControlledProcess):

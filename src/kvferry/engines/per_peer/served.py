@@ -46,8 +46,7 @@ class Served(ABC, Generic[One, Said]):
         self.rebuilds = 0
         self.main: One = self._new()
         self._open: dict[int, One] = {MAIN: self.main}
-        self._shut: dict[int, Said] = {}
-        self._unproven: dict[int, str] = {}
+        self._shut: dict[int, tuple[Said, str]] = {}  # what the peer was told, and why it is not proven to be out
         self._on_main: set[int] = set()
 
     def __len__(self) -> int:
@@ -88,7 +87,7 @@ class Served(ABC, Generic[One, Said]):
         """
         with self._lock:
             if epoch in self._shut:
-                return self._shut[epoch]
+                return self._shut[epoch][0]
             if epoch not in self._open and epoch not in self._on_main and not self._why_never():
                 self._sweep()
                 self._make(epoch)
@@ -121,15 +120,16 @@ class Served(ABC, Generic[One, Said]):
             if why_never := self._why_never():
                 return why_never
             if epoch in self._shut:
-                return self._unproven.get(epoch, "")
+                return self._shut[epoch][1]
             if epoch not in self._open and epoch not in self._on_main:
                 self._make(epoch)  # nothing was told yet: what is told later must lead nowhere
             if epoch not in self._open:
                 return "no instance of its own could be made for it"
             instance = self._open.pop(epoch)
-            self._shut[epoch] = self._blob_of(instance)
-            self._unproven[epoch] = "what it writes to could not be ended"
-            why = self._unproven[epoch] = self._end(instance)
+            blob = self._blob_of(instance)
+            self._shut[epoch] = blob, "what it writes to could not be ended"
+            why = self._end(instance)
+            self._shut[epoch] = blob, why
             return why
 
     def forget(self, epoch: int) -> None:
