@@ -101,7 +101,7 @@ class KVReceiver(Room, BaseKVReceiver):
 
         Raises:
             InputError: wrong dtype or shape, a page outside of the pool, a slot that does not exist, a negative
-                number, or fewer pages than num_tokens needs.
+                number, or more or fewer pages, of any space, than num_tokens needs.
             ProtocolError: init was not called, or send_metadata was called before.
         """
         if not self._begun or self._named:

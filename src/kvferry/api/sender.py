@@ -100,8 +100,9 @@ class KVSender(Room, BaseKVSender):
         """Hand over one chunk; see BaseKVSender. The one that completes num_kv_indices is the last.
 
         Raises:
-            InputError: wrong dtype or shape, a page outside of the pool, state_indices before the last chunk, or more
-                pages than init declared, or one of them twice; in the last two cases the room fails, on both sides.
+            InputError: wrong dtype or shape, a page outside of the pool, state_indices before the last chunk or of
+                another length than the request needs, `after` without a query(), or more pages than init declared, or
+                one of them twice; in the last two cases the room fails, on both sides.
             ProtocolError: init was not called, or the last chunk was sent before.
         """
         facts = self._facts
